@@ -1,0 +1,16 @@
+"""cedar: the DeepSeek-V4.1-Flash system. Public names are imported when first used, so this costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {"load_config": "cedar.config.load", "SamplingParams": "cedar.engine.request"}
+
+__all__ = ["SamplingParams", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cedar' has no attribute {name!r}; public names: {', '.join(_HOMES)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -383,7 +383,9 @@ def _reject_unknown(prefix: str, values: Mapping[str, Any], known: typing.Iterab
 def _check_fixed(prefix: str, values: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for name, expected in fixed.items():
         if _take(prefix, values, name) != expected:
-            raise ConfigError(f"{prefix}{name} is {values[name]!r}, expected {expected!r}: this is another architecture")
+            raise ConfigError(
+                f"{prefix}{name} is {values[name]!r}, expected {expected!r}: this is another architecture"
+            )
 
 
 def _take(prefix: str, values: Mapping[str, Any], name: str) -> Any:

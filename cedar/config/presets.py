@@ -273,9 +273,7 @@ def flash() -> ModelConfig:
             sliding_window=128,
             rope_theta=10000,
             compress_rope_theta=160000,
-            rope_scaling=RopeScaling(
-                factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536
-            ),
+            rope_scaling=RopeScaling(factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536),
             compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
             kv_source_layer_ids=(2, 8, 14, 20),
         ),
