@@ -1,0 +1,64 @@
+# cedar. `make serve` and `make test` need nothing but Python 3.11+ (and gcc, where there is one).
+PYTHON ?= python3
+PORT   ?= 8123
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+READY  := $(VENV)/.ready
+# tests that need no model: seconds, whatever the machine
+SECONDS_TIER := tests/cli tests/config tests/planner tests/formats tests/test_architecture_doc.py tests/test_imports.py tests/test_numbers.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(READY)  ## virtual environment, pinned dependencies, cedar itself
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"cedar needs Python 3.11 or later, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12")'
+	@test -x $(BIN)/pip || { echo "setup: virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: torch (the large one)"
+	@$(PIP) install -c constraints.txt torch
+	@echo "setup: cedar and the rest"
+	@$(PIP) install -c constraints.txt -e '.[test,lint,plot]'
+	@touch $@
+	@echo "setup: ready"
+
+serve: setup  ## the server and its chat page, on PORT (8123)
+	@$(BIN)/cedar serve --port $(PORT)
+
+fmt: setup  ## format the code
+	@$(BIN)/ruff check --fix --quiet --exit-zero .
+	@$(BIN)/ruff format .
+
+lint: setup  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup  ## mypy
+	@$(BIN)/mypy
+
+imports: setup  ## who may import whom
+	@$(BIN)/lint-imports --no-cache
+
+check: lint types imports  ## lint, types, imports and the tests that take seconds
+	@$(BIN)/python -m pytest -q $(SECONDS_TIER)
+
+test: setup  ## the whole suite on a CPU
+	@$(BIN)/python -m pytest -q
+
+test-long: setup  ## soaks and full sweeps, hours; record the result in docs/log.md
+	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile long
+
+test-gpu: setup  ## what needs a CUDA device
+	@$(BIN)/python -m pytest -q -m gpu
+
+numbers: setup  ## docs/numbers.md and the README's table, from the planner
+	@$(BIN)/python scripts/numbers.py
+
+size: setup  ## lines of each package against its target
+	@$(BIN)/python scripts/size.py
+
+ci: check test  ## everything a change must pass
