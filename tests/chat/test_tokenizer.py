@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -196,10 +197,10 @@ def test_no_file_and_no_such_id(tmp_path: Path, toy: Tokenizer) -> None:
 
 def test_a_special_token_that_merges_can_spell_is_refused(toy: Tokenizer) -> None:
     data = json.loads(toy.json_text)
-    spelled = next(token for token in data["model"]["vocab"] if token.isalpha() and len(token) == 3)
+    spelled = next(token for token in data["model"]["vocab"] if token.isascii() and len(token) == 2)
     data["added_tokens"].append({**data["added_tokens"][0], "id": data["model"]["vocab"][spelled], "content": spelled})
     data["added_tokens"].sort(key=lambda token: token["id"])
-    with pytest.raises(FormatError, match=spelled):
+    with pytest.raises(FormatError, match=re.escape(spelled)):
         Tokenizer(json.dumps(data))
 
 
