@@ -1,0 +1,57 @@
+"""Row-wise products, norms and rotations: public ops.
+
+T rows, I and O channels in and out, R rotated channels.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cedar.kernels import check
+from cedar.kernels.dispatch import row_op, select
+
+
+@row_op(1)
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`x @ weight.T`, summed in float32, in x's dtype.
+
+    Args:
+        x_TI: float32 or bfloat16, any leading shape.
+        weight_OI: Cast to x's dtype if it differs (float32 master weights of a bfloat16 run).
+    """
+    check.shape("linear", "weight", weight_OI, None, x_TI.shape[-1])
+    return select("linear", x_TI.device.type, x_TI.requires_grad or weight_OI.requires_grad)(x_TI, weight_OI)
+
+
+@row_op(1)
+def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
+    """`gain * x / sqrt(mean(x**2) + eps)` in float32, rounded once to x's dtype.
+
+    `eps` 1e-20 of the text model matters: activations near 1e-11 occur (architecture.md 2).
+    """
+    check.shape("rms_norm", "gain", gain_I, x_TI.shape[-1])
+    return select("rms_norm", x_TI.device.type, x_TI.requires_grad or gain_I.requires_grad)(x_TI, gain_I, eps)
+
+
+@row_op(3)
+def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate the last channels of each head: adjacent pairs (2k, 2k+1) by the k-th angle.
+
+    Args:
+        x_THI: Rows of heads; the last `2 * cos.shape[-1]` channels turn, the others pass through.
+        cos_TR: float32, half as many as rotated channels; negate `sin_TR` to turn back.
+
+    Source: architecture.md 3.3.
+    """
+    check.shape("rotate", "cos", cos_TR, x_THI.shape[0], None)
+    return select("rotate", x_THI.device.type, x_THI.requires_grad)(x_THI, cos_TR, sin_TR)
+
+
+@row_op(2)
+def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
+    """`silu(min(gate, limit)) * clamp(up, +-limit)` in float32: the gate is cut from above only.
+
+    Source: architecture.md 5.
+    """
+    return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)

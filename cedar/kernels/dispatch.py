@@ -1,0 +1,199 @@
+"""The one rule that picks a kernel, and the mode that makes rows independent of their neighbours.
+
+`select(op, device, needs_grad)`: a forced backend is used or raises `KernelUnavailable` with the reason.
+Otherwise the device's list is walked and the first backend that can is taken; each skip is logged once.
+The reference can always.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cedar.errors import KernelUnavailable
+
+log = logging.getLogger(__name__)
+
+# op -> the backends that implement it and the family file that holds it: cedar.kernels.<backend>.<family>
+BACKENDS: dict[str, dict[str, str]] = {
+    "attention": {"reference": "attention"},
+    "masked_attention": {"reference": "attention"},
+    "index_scores": {"reference": "indexer"},
+    "gathered_index_scores": {"reference": "indexer"},
+    "masked_index_scores": {"reference": "indexer"},
+    "topk_mask": {"reference": "indexer"},
+    "pool_groups": {"reference": "compress"},
+    "route": {"reference": "experts"},
+    "experts": {"reference": "experts", "cuda": "experts"},
+    "mix_coefficients": {"reference": "mhc"},
+    "collapse": {"reference": "mhc"},
+    "expand": {"reference": "mhc"},
+    "engram_rows": {"reference": "engram"},
+    "engram_gate": {"reference": "engram"},
+    "linear": {"reference": "dense"},
+    "rms_norm": {"reference": "dense"},
+    "rotate": {"reference": "dense"},
+}
+# the order in which a device's backends are tried
+ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
+
+ENVIRONMENT_VARIABLE = "CEDAR_KERNELS"
+# rows per call in deterministic mode: f32 `linear` gives a row other bits below 16 rows (serving.md 2.7)
+ROW_BLOCK = 16
+
+_forced: ContextVar[str | None] = ContextVar("forced_backend", default=None)
+_deterministic: ContextVar[bool] = ContextVar("deterministic", default=False)
+
+
+@contextmanager
+def use_kernels(backend: str) -> Iterator[None]:
+    """Force one backend for every op that has it; an op that lacks it raises `KernelUnavailable`.
+
+    `reference` exists for every op.
+    """
+    token = _forced.set(backend)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+        select.cache_clear()
+
+
+@contextmanager
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Make every row's bits independent of how many rows run beside it and where it stands among them.
+
+    Each row-wise op runs in calls of exactly `ROW_BLOCK` rows, padded with zeros. It costs speed.
+    """
+    token = _deterministic.set(enabled)
+    try:
+        yield
+    finally:
+        _deterministic.reset(token)
+
+
+def is_deterministic() -> bool:
+    return _deterministic.get()
+
+
+def forced_backend() -> str | None:
+    return _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+@functools.lru_cache(maxsize=256)
+def select(op: str, device: str, needs_grad: bool) -> Callable[..., Any]:
+    """The function that runs `op` here.
+
+    Raises:
+        KernelUnavailable: The forced backend does not exist for this op or cannot run here.
+    """
+    backends = BACKENDS[op]
+    forced = forced_backend()
+    if forced is not None:
+        if forced not in backends:
+            raise KernelUnavailable(
+                f"backend {forced!r} has no {op}; there are {', '.join(backends)}. "
+                f"Unset {ENVIRONMENT_VARIABLE} or leave use_kernels to let cedar choose"
+            )
+        function, reason = _load(op, forced, device, needs_grad)
+        if function is None:
+            raise KernelUnavailable(f"backend {forced!r} cannot run {op} on {device}: {reason}")
+        return function
+    for backend in ORDER.get(device, ("reference",)):
+        if backend not in backends:
+            continue
+        function, reason = _load(op, backend, device, needs_grad)
+        if function is not None:
+            return function
+        log.info("kernel %s: skipping %s on %s: %s", op, backend, device, reason)
+    raise KernelUnavailable(f"no backend can run {op} on {device}")
+
+
+def _load(op: str, backend: str, device: str, needs_grad: bool) -> tuple[Callable[..., Any] | None, str]:
+    """The backend's function, or None and the reason why it cannot run here."""
+    try:
+        module = importlib.import_module(f"cedar.kernels.{backend}.{BACKENDS[op][backend]}")
+    except ImportError as error:
+        return None, f"it does not import: {error}"
+    reason = getattr(module, "unavailable", _always)(device)
+    if reason:
+        return None, reason
+    if needs_grad and op in getattr(module, "FORWARD_ONLY", ()):
+        return None, "it has no backward"
+    return getattr(module, op), ""
+
+
+def _always(device: str) -> str:
+    return ""
+
+
+def explain(device: str, *, needs_grad: bool = False) -> list[tuple[str, str, str]]:
+    """For each op: (op, backend that would run on `device`, why the ones before it would not)."""
+    rows = []
+    for op, backends in BACKENDS.items():
+        skipped = []
+        for backend in ORDER.get(device, ("reference",)):
+            if backend not in backends:
+                continue
+            function, reason = _load(op, backend, device, needs_grad)
+            if function is not None:
+                rows.append((op, backend, "; ".join(skipped)))
+                break
+            skipped.append(f"{backend}: {reason}")
+    return rows
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def row_op(num_row_arguments: int) -> Callable[[Function], Function]:
+    """Mark an op whose first `num_row_arguments` arguments (tensors or None) have one leading row axis.
+
+    Outside deterministic mode this does nothing. Inside, the op runs in blocks of `ROW_BLOCK` rows, so
+    that it always sees the same shapes.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if not _deterministic.get():
+                return function(*arguments, **keywords)
+            rows, rest = arguments[:num_row_arguments], arguments[num_row_arguments:]
+            count = next(row.shape[0] for row in rows if row is not None)
+            if count == 0:
+                return function(*arguments, **keywords)
+            blocks = [None if row is None else _padded(row).split(ROW_BLOCK) for row in rows]
+            outputs = [
+                function(*(None if block is None else block[i] for block in blocks), *rest, **keywords)
+                for i in range(-(-count // ROW_BLOCK))
+            ]
+            if isinstance(outputs[0], tuple):
+                return tuple(_joined([output[i] for output in outputs], count) for i in range(len(outputs[0])))
+            return _joined(outputs, count)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def _padded(rows: Tensor) -> Tensor:
+    missing = -rows.shape[0] % ROW_BLOCK
+    if not missing:
+        return rows
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+
+
+def _joined(outputs: list[Tensor | None], count: int) -> Tensor | None:
+    if outputs[0] is None:
+        return None
+    return torch.cat(outputs)[:count]  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""Hashed n-gram addresses and the gated injection: public ops.
+
+T rows, L look-backs (current token first), K table columns, N streams, D channels.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cedar.kernels import check
+from cedar.kernels.dispatch import row_op, select
+
+
+def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, offset_K: Tensor) -> Tensor:
+    """Table rows of each token's n-grams, int64 [T, K].
+
+    Args:
+        compressed_TL: Compressed ids, int64, dead look-backs already replaced by the pad's.
+        multiplier_L: int64; the products stay below 2**63.
+        prime_K: Modulus of each column, ordered by n-gram size, then head.
+        offset_K: First row of each column.
+
+    Source: engram-dspark-vision-chat.md 1.4.
+    """
+    check.shape("engram_rows", "multiplier", multiplier_L, compressed_TL.shape[-1])
+    run = select("engram_rows", compressed_TL.device.type, False)
+    return run(compressed_TL, multiplier_L, prime_K, offset_K)
+
+
+@row_op(4)
+def engram_gate(
+    streams_TND: Tensor,
+    key_TND: Tensor,
+    value_TD: Tensor,
+    dead_T: Tensor,
+    query_weight_ND: Tensor,
+    key_weight_ND: Tensor,
+    eps: float,
+) -> Tensor:
+    """The streams with the memory's value added, gated by how well each stream matches its key.
+
+    Args:
+        dead_T: bool, True at image tokens: their gate is 0.
+
+    Source: engram-dspark-vision-chat.md 1.6.
+    """
+    check.shape("engram_gate", "key", key_TND, *streams_TND.shape)
+    run = select("engram_gate", streams_TND.device.type, streams_TND.requires_grad or key_TND.requires_grad)
+    return run(streams_TND, key_TND, value_TD, dead_T, query_weight_ND, key_weight_ND, eps)

@@ -1,0 +1,58 @@
+"""Choosing experts and running them: public ops.
+
+T rows, D channels, E experts, K experts a row, I inner channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cedar.kernels import check
+from cedar.kernels.dispatch import row_op, select
+
+
+@row_op(2)
+def route(
+    u_TD: Tensor, image_T: Tensor | None, weight_ED: Tensor, bias_E: Tensor, image_bias_E: Tensor, k: int, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's experts: (ids [T, K] ascending, weights [T, K], all scores [T, E]), float32.
+
+    The bias decides who is chosen and never what they weigh; equal values go to the lower id.
+
+    Args:
+        image_T: bool, True where the image bias is used; None if there is no image row.
+        scaling: Routed scaling factor, after the weights were divided by their sum.
+
+    Source: architecture.md 5.
+    """
+    check.shape("route", "weight", weight_ED, bias_E.shape[0], u_TD.shape[-1])
+    run = select("route", u_TD.device.type, u_TD.requires_grad or weight_ED.requires_grad)
+    return run(u_TD, image_T, weight_ED, bias_E, image_bias_E, k, scaling)
+
+
+def experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1_EID: Tensor,
+    w3_EID: Tensor,
+    w2_EDI: Tensor,
+    *,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    """Sum of the chosen experts' outputs, float32 [T, D], added in ascending id.
+
+    An expert is `w2(weight * silu(min(gate, limit)) * clamp(up, +-limit))`, the routing weight before w2.
+
+    Args:
+        u_TD: Already rounded to FP8 where that is on.
+        round_inner: Round the input of w2 to FP8 per 32 channels.
+    """
+    check.shape("experts", "w1", w1_EID, None, None, u_TD.shape[-1])
+    check.shape("experts", "ids", ids_TK, u_TD.shape[0], None)
+    # grouped products take bfloat16 alone; a float32 model keeps its exact loop
+    device = u_TD.device.type if u_TD.dtype == torch.bfloat16 else "any"
+    run = select("experts", device, u_TD.requires_grad or w1_EID.requires_grad)
+    return run(u_TD, ids_TK, weights_TK, w1_EID, w3_EID, w2_EDI, limit, round_inner)

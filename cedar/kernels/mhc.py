@@ -1,0 +1,50 @@
+"""Single-pass manifold-constrained hyper-connections: public ops.
+
+T rows, N streams, D channels a stream.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cedar.kernels import check
+from cedar.kernels.dispatch import row_op, select
+
+
+@row_op(1)
+def mix_coefficients(
+    streams_TND: Tensor, fn: Tensor, scale_3: Tensor, base: Tensor, *, iterations: int, eps: float, rms_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one sublayer does to the streams: (pre-mix A [T, N], post P [T, N], mixing C [T, source, destination]).
+
+    All float32. A is used by the *next* sublayer's collapse, P and C by this one's expand. The statistic runs over all
+    streams together; C goes through `iterations` row and column passes, the first row pass being a softmax,
+    and ends on columns.
+
+    Args:
+        fn: float32 [N * (2 + N), N * D].
+        scale_3: Factors of A, P and C.
+        base: float32 [N * (2 + N)].
+
+    Source: architecture.md 2.1.
+    """
+    num_streams, channels = streams_TND.shape[-2:]
+    check.shape("mix_coefficients", "fn", fn, num_streams * (2 + num_streams), num_streams * channels)
+    run = select("mix_coefficients", streams_TND.device.type, streams_TND.requires_grad or fn.requires_grad)
+    return run(streams_TND, fn, scale_3, base, iterations, eps, rms_eps)
+
+
+@row_op(2)
+def collapse(streams_TND: Tensor, premix_TN: Tensor) -> Tensor:
+    """`sum_i premix_i * stream_i` in float32, in the streams' dtype: [T, D]."""
+    check.shape("collapse", "premix", premix_TN, *streams_TND.shape[:2])
+    run = select("collapse", streams_TND.device.type, streams_TND.requires_grad or premix_TN.requires_grad)
+    return run(streams_TND, premix_TN)
+
+
+@row_op(4)
+def expand(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, mixing_TNN: Tensor) -> Tensor:
+    """`new_j = post_j * y + sum_i mixing[i, j] * stream_i`: the sum runs over the source axis."""
+    check.shape("expand", "y", y_TD, streams_TND.shape[0], streams_TND.shape[2])
+    run = select("expand", streams_TND.device.type, streams_TND.requires_grad or y_TD.requires_grad)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN)

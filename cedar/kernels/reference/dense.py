@@ -1,0 +1,28 @@
+"""Row-wise products, norms and rotations, written plainly."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return F.linear(x_TI, weight_OI if weight_OI.dtype == x_TI.dtype else weight_OI.to(x_TI.dtype))
+
+
+def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
+    x32_TI = x_TI.float()
+    scale_T1 = torch.rsqrt(x32_TI.square().mean(-1, keepdim=True) + eps)
+    return (x32_TI * scale_T1 * gain_I.float()).to(x_TI.dtype)
+
+
+def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    num_rotated = 2 * cos_TR.shape[-1]
+    still_THS, turning_THR = x_THI.split([x_THI.shape[-1] - num_rotated, num_rotated], dim=-1)
+    even_THR, odd_THR = turning_THR.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    turned_THR2 = torch.stack(
+        [even_THR * cos_T1R - odd_THR * sin_T1R, even_THR * sin_T1R + odd_THR * cos_T1R], dim=-1
+    )
+    return torch.cat([still_THS, turned_THR2.flatten(-2).to(x_THI.dtype)], dim=-1)

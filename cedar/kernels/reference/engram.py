@@ -1,0 +1,39 @@
+"""The hash in 64-bit integers and the gate in float32, line for line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, offset_K: Tensor) -> Tensor:
+    num_heads = prime_K.shape[0] // (multiplier_L.shape[0] - 1)
+    product_TL = compressed_TL * multiplier_L
+    running_T = product_TL[:, 0]
+    mixed = []
+    for lookback in range(1, multiplier_L.shape[0]):
+        # each longer n-gram continues the exclusive-or of the shorter one
+        running_T = torch.bitwise_xor(running_T, product_TL[:, lookback])
+        mixed.append(running_T)
+    mixed_TK = torch.stack(mixed, dim=-1).repeat_interleave(num_heads, dim=-1)
+    return mixed_TK % prime_K + offset_K
+
+
+def engram_gate(
+    streams_TND: Tensor,
+    key_TND: Tensor,
+    value_TD: Tensor,
+    dead_T: Tensor,
+    query_weight_ND: Tensor,
+    key_weight_ND: Tensor,
+    eps: float,
+) -> Tensor:
+    stream32, key32 = streams_TND.float(), key_TND.float()
+    weight_ND = query_weight_ND.float() * key_weight_ND.float()
+    dot_TN = (stream32 * weight_ND * key32).sum(-1)
+    dot_TN = dot_TN * torch.rsqrt(stream32.square().mean(-1) + eps) * torch.rsqrt(key32.square().mean(-1) + eps)
+    dot_TN = dot_TN * streams_TND.shape[-1] ** -0.5
+    # the clamp bounds the slope of the root at 0; +0 counts as positive
+    gate_TN = torch.sigmoid(torch.copysign(dot_TN.abs().clamp(min=1e-6).sqrt(), dot_TN))
+    gate_TN = gate_TN.masked_fill(dead_T.unsqueeze(-1), 0.0)
+    return (stream32 + gate_TN.unsqueeze(-1) * value_TD.float().unsqueeze(1)).to(streams_TND.dtype)

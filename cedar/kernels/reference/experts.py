@@ -1,0 +1,51 @@
+"""A loop over experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cedar.formats.qat import fake_quantize
+from cedar.formats.spec import FP8
+from cedar.kernels.dense import linear, swiglu
+
+
+def route(
+    u_TD: Tensor, image_T: Tensor | None, weight_ED: Tensor, bias_E: Tensor, image_bias_E: Tensor, k: int, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    score_TE = F.softplus(F.linear(u_TD.float(), weight_ED.float())).sqrt()
+    biased_TE = score_TE.detach() + bias_E
+    if image_T is not None:
+        biased_TE = torch.where(image_T.unsqueeze(-1), score_TE.detach() + image_bias_E, biased_TE)
+    if k < biased_TE.shape[-1]:
+        # a stable sort puts the lower id first among equals
+        ids_TK = biased_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
+    else:
+        ids_TK = torch.arange(k, device=u_TD.device).expand(u_TD.shape[0], k)
+    chosen_TK = score_TE.gather(1, ids_TK)
+    return ids_TK, chosen_TK / (chosen_TK.sum(-1, keepdim=True) + 1e-20) * scaling, score_TE
+
+
+def experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1_EID: Tensor,
+    w3_EID: Tensor,
+    w2_EDI: Tensor,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    output_TD = torch.zeros(u_TD.shape, dtype=torch.float32, device=u_TD.device)
+    for expert in range(w1_EID.shape[0]):
+        row, slot = (ids_TK == expert).nonzero(as_tuple=True)
+        if row.numel() == 0:
+            continue
+        x = u_TD[row]
+        inner = swiglu(linear(x, w1_EID[expert]), linear(x, w3_EID[expert]), limit) * weights_TK[row, slot].unsqueeze(-1)
+        inner = inner.to(u_TD.dtype)
+        if round_inner:
+            inner = fake_quantize(inner, FP8)
+        output_TD = output_TD.index_add(0, row, linear(inner, w2_EDI[expert]).float())
+    return output_TD

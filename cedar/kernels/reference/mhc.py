@@ -1,0 +1,42 @@
+"""Hyper-connections as three separate steps, unfused."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mix_coefficients(
+    streams_TND: Tensor, fn: Tensor, scale_3: Tensor, base: Tensor, iterations: int, eps: float, rms_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_streams = streams_TND.shape[1]
+    flat = streams_TND.flatten(1).float()
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    # the statistic scales the product, not the input
+    mixed = F.linear(flat, fn) * inverse_rms
+    pre, post, comb = mixed.split([num_streams, num_streams, num_streams * num_streams], dim=-1)
+    pre_base, post_base, comb_base = base.split([num_streams, num_streams, num_streams * num_streams])
+    pre_TN = torch.sigmoid(pre * scale_3[0] + pre_base) + eps
+    post_TN = 2 * torch.sigmoid(post * scale_3[1] + post_base)
+    comb_TNN = (comb * scale_3[2] + comb_base).unflatten(-1, (num_streams, num_streams))
+    return pre_TN, post_TN, sinkhorn(comb_TNN, iterations, eps)
+
+
+def sinkhorn(logits_TNN: Tensor, iterations: int, eps: float) -> Tensor:
+    """Row softmax, then alternating column and row normalisation, ending on columns."""
+    mixing_TNN = torch.softmax(logits_TNN, dim=-1) + eps
+    mixing_TNN = mixing_TNN / (mixing_TNN.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mixing_TNN = mixing_TNN / (mixing_TNN.sum(-1, keepdim=True) + eps)
+        mixing_TNN = mixing_TNN / (mixing_TNN.sum(-2, keepdim=True) + eps)
+    return mixing_TNN
+
+
+def collapse(streams_TND: Tensor, premix_TN: Tensor) -> Tensor:
+    return (premix_TN.unsqueeze(-1) * streams_TND.float()).sum(1).to(streams_TND.dtype)
+
+
+def expand(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, mixing_TNN: Tensor) -> Tensor:
+    mixed_TND = torch.einsum("tij,tid->tjd", mixing_TNN, streams_TND.float())
+    return (post_TN.unsqueeze(-1) * y_TD.float().unsqueeze(1) + mixed_TND).to(streams_TND.dtype)

@@ -1,0 +1,184 @@
+"""Conditional memory: hashed n-gram addresses, their table rows, and the gated residual.
+
+B packs, S rows a pack, T rows, L look-backs, K table columns, N streams, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cedar.config.engram import EngramHash, engram_hashes
+from cedar.config.model import ModelConfig
+from cedar.config.rounding import Rounding
+from cedar.errors import ConfigError
+from cedar.formats.qat import fake_quantize
+from cedar.formats.spec import FP8
+from cedar.kernels import engram as engram_ops
+from cedar.kernels.quantize import dequantize_rows
+from cedar.model.layers import Linear, round_input
+
+
+def lookback_ids(ids_BS: Tensor, first_row_BS: Tensor, *, num_lookbacks: int, image_token_id: int) -> Tensor:
+    """Each row's own and earlier raw token ids, newest first: [B, S, L], -1 where a look-back is dead.
+
+    Dead are tokens before the row's sample and image tokens, and everything older than a dead one.
+
+    Args:
+        ids_BS: Raw ids; -1 stands for a token that does not exist.
+        first_row_BS: First row of each row's sample.
+    """
+    row_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    dead_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    columns = []
+    for back in range(num_lookbacks):
+        shifted_BS = F.pad(ids_BS, (back, 0), value=-1)[:, : ids_BS.shape[1]]
+        dead_BS = dead_BS | (row_S - back < first_row_BS) | (shifted_BS == image_token_id) | (shifted_BS < 0)
+        columns.append(shifted_BS.masked_fill(dead_BS, -1))
+    return torch.stack(columns, dim=-1)
+
+
+class EngramTable(nn.Module):
+    """Rows of the memory: a trainable float table, or the checkpoint's own bytes, in memory or memory-mapped.
+
+    Attributes:
+        weight: float32 [rows, channels] while training, else None.
+        codes: uint8 E4M3 [rows, channels] after `set_packed`, else None.
+        scales: uint8 E8M0 [rows, channels / 32] after `set_packed`, else None.
+    """
+
+    codes: Tensor | None
+    scales: Tensor | None
+
+    def __init__(self, num_rows: int, num_channels: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.num_rows, self.num_channels = num_rows, num_channels
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(num_rows, num_channels, device=device, dtype=torch.float32)
+        )
+        self.codes = self.scales = None
+
+    def set_packed(self, codes: Tensor, scales: Tensor) -> None:
+        """Serve from stored bytes; the float table is dropped. The tensors may be views of a mapped file."""
+        assert codes.shape == (self.num_rows, self.num_channels), codes.shape
+        assert scales.shape == (self.num_rows, self.num_channels // FP8.group), scales.shape
+        self.weight = None
+        self.codes, self.scales = codes, scales
+
+    def forward(self, row_TK: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
+        """[T, K * channels] in column order."""
+        if self.weight is not None:
+            picked = F.embedding(row_TK, self.weight)
+            if rounding.weights:
+                # rounding picked rows equals rounding the table: each row has scales of its own
+                picked = fake_quantize(picked, FP8)
+            return picked.to(dtype).flatten(1)
+        assert self.codes is not None and self.scales is not None
+        where = row_TK.to(self.codes.device)
+        rows = dequantize_rows(self.codes[where], self.scales[where], FP8, dtype)
+        return rows.to(row_TK.device).flatten(1)
+
+
+class Engram(nn.Module):
+    """One layer's memory: table, projection to a key per stream and one value, gate.
+
+    Source: engram-dspark-vision-chat.md 1; report 2.4.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        engram = config.engram
+        self.num_streams, self.hidden, self.eps = config.mhc.num_streams, config.hidden_size, config.rms_norm_eps
+        constants: EngramHash = engram_hashes(engram)[layer]
+        self.embed = EngramTable(constants.num_rows, engram.head_dim, device=device)
+        self.wkv = Linear(
+            engram.num_columns * engram.head_dim,
+            (self.num_streams + 1) * self.hidden,
+            "fp8",
+            device=device,
+            dtype=dtype,
+        )
+        self.q_weight = nn.Parameter(torch.ones(self.num_streams, self.hidden, device=device, dtype=dtype))
+        self.k_weight = nn.Parameter(torch.ones(self.num_streams, self.hidden, device=device, dtype=dtype))
+        for name, values in (
+            ("multiplier_L", constants.multipliers),
+            ("prime_K", constants.primes),
+            ("offset_K", constants.offsets),
+        ):
+            # not in any checkpoint: derived from the config, and never in floating point
+            tensor = torch.tensor(values, dtype=torch.int64, device=device)
+            self.register_buffer(name, tensor, persistent=False)
+
+    multiplier_L: Tensor
+    prime_K: Tensor
+    offset_K: Tensor
+
+    def forward(self, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor, rounding: Rounding) -> Tensor:
+        """The streams with the memory added.
+
+        Args:
+            compressed_TL: Compressed ids of the row and its look-backs, int64.
+            dead_T: bool, True at image rows.
+        """
+        row_TK = engram_ops.engram_rows(compressed_TL, self.multiplier_L, self.prime_K, self.offset_K)
+        memory_TX = self.embed(row_TK, streams_TND.dtype, rounding)
+        kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
+        key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
+        value_TD = kv_TX[:, self.num_streams * self.hidden :]
+        return engram_ops.engram_gate(
+            streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps
+        )
+
+
+class TokenMap(nn.Module):
+    """Raw token id -> compressed id of the n-gram hash; it comes from the tokenizer, no checkpoint holds it."""
+
+    compressed_V: Tensor
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self._engram, self._vocab_size = config.engram, config.vocab_size
+        self.register_buffer("compressed_V", torch.empty(0, dtype=torch.int64, device=device), persistent=False)
+
+    def set(self, compressed_ids: list[int] | Tensor) -> None:
+        """Install the tokenizer's map.
+
+        Raises:
+            ConfigError: It has another length than the vocabulary, or an id at or above
+                `engram_compressed_vocab_size`.
+        """
+        mapped = torch.as_tensor(compressed_ids, dtype=torch.int64)
+        if mapped.shape != (self._vocab_size,):
+            raise ConfigError(
+                f"the token map has {mapped.numel()} entries, the model's vocabulary {self._vocab_size}: "
+                "this tokenizer belongs to another model"
+            )
+        bound = self._engram.compressed_vocab_size
+        if int(mapped.max()) >= bound or int(mapped.min()) < 0:
+            raise ConfigError(
+                f"the token map holds ids {int(mapped.min())}..{int(mapped.max())}, expected 0..{bound - 1} "
+                "(engram_compressed_vocab_size): this tokenizer belongs to another model"
+            )
+        self.compressed_V = mapped.to(self.compressed_V.device)
+
+    def forward(self, raw_TL: Tensor) -> Tensor:
+        """Compressed ids; dead look-backs (-1) get the pad's.
+
+        Raises:
+            ConfigError: No map was set.
+        """
+        if self.compressed_V.numel() == 0:
+            raise ConfigError(
+                "the Engram hash needs the tokenizer's token map: load the checkpoint with its tokenizer.json beside "
+                "it, or call model.token_map.set(...)"
+            )
+        pad = self.compressed_V[self._engram.pad_token_id]
+        return torch.where(raw_TL < 0, pad, self.compressed_V[raw_TL.clamp(min=0)])

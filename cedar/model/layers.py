@@ -1,0 +1,113 @@
+"""Linear, RMSNorm, SwiGLU: the parts every layer is made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cedar.config.rounding import Rounding
+from cedar.formats import fp8
+from cedar.formats.qat import fake_quantize
+from cedar.formats.spec import FP4_INDEX, FP8
+from cedar.kernels import dense
+
+# how a weight lies on disk: fp8 in 32x32 tiles, fp4 (MXFP4) in groups of 32 along its input, bf16, f32
+Storage = Literal["fp8", "fp4", "bf16", "f32"]
+
+
+def rounded_weight(weight: Tensor, storage: Storage) -> Tensor:
+    """`weight` as its storage format holds it, with a straight-through gradient (training only)."""
+    if storage == "f32":
+        return weight
+    if storage == "fp4":
+        return fake_quantize(weight, FP4_INDEX)
+    with torch.no_grad():
+        if storage == "bf16":
+            stored = weight.to(torch.bfloat16).to(weight.dtype)
+        else:
+            stored = fp8.dequantize_tiles(*fp8.quantize_tiles(weight), weight.dtype)
+    return weight + (stored - weight).detach()
+
+
+def round_input(x: Tensor, rounding: Rounding) -> Tensor:
+    """`x` as an FP8 linear sees it: rounded per 32 channels, once for all linears that read it."""
+    return fake_quantize(x, FP8) if rounding.activations else x
+
+
+class Linear(nn.Module):
+    """`x @ weight.T` without bias. The weight is held decoded; `storage` is how the checkpoint holds it.
+
+    The caller rounds the input (`round_input`), because several linears read the same rows.
+
+    Attributes:
+        weight: [out, in].
+        scale_bytes: The scale bytes the weight was loaded with (uint8), so that writing it gives them back;
+            None for a weight made here.
+    """
+
+    scale_bytes: Tensor | None
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        storage: Storage,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.storage = storage
+        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, device=device, dtype=dtype))
+        self.register_buffer("scale_bytes", None, persistent=False)
+
+    def forward(self, x: Tensor, rounding: Rounding) -> Tensor:
+        return dense.linear(x, self.effective_weight(rounding))
+
+    def effective_weight(self, rounding: Rounding) -> Tensor:
+        return rounded_weight(self.weight, self.storage) if rounding.weights else self.weight
+
+
+class RMSNorm(nn.Module):
+    """`weight * x / rms(x)`, the gain not centred."""
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dense.rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """The shared expert: `w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit))`."""
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_inner: int,
+        limit: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.limit = limit
+        self.w1 = Linear(num_channels, num_inner, "fp8", device=device, dtype=dtype)
+        self.w3 = Linear(num_channels, num_inner, "fp8", device=device, dtype=dtype)
+        self.w2 = Linear(num_inner, num_channels, "fp8", device=device, dtype=dtype)
+
+    def forward(self, x_TD: Tensor, rounding: Rounding) -> Tensor:
+        """`x_TD` already went through `round_input`."""
+        inner_TI = dense.swiglu(self.w1(x_TD, rounding), self.w3(x_TD, rounding), self.limit).to(x_TD.dtype)
+        return self.w2(round_input(inner_TI, rounding), rounding)

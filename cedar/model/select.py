@@ -1,0 +1,94 @@
+"""Selection of one sequence's rows as indices: the arithmetic that whole sequences and decode share.
+
+T rows, H index heads, I index channels, E entries, K selected entries, P pool members, N candidate blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cedar.config.model import IndexerConfig
+from cedar.kernels import indexer as indexer_ops
+from cedar.model.state import SelectionRule, SharedKV
+
+
+@dataclass(slots=True)
+class Keys:
+    """Index keys that are at hand as a tensor; `RowStore` offers the same two calls over bytes."""
+
+    rows_EI: Tensor
+
+    def all(self) -> Tensor:
+        return self.rows_EI
+
+    def gather(self, index_TK: Tensor) -> Tensor:
+        return gather_rows(self.rows_EI, index_TK)
+
+
+class KeySource(Protocol):
+    def all(self) -> Tensor: ...
+
+    def gather(self, index_TK: Tensor) -> Tensor: ...
+
+
+def gather_rows(rows_EC: Tensor, index_TK: Tensor) -> Tensor:
+    """Rows by index; -1 gives zeros, so that a missing entry has the same bits everywhere."""
+    if rows_EC.shape[0] == 0:
+        return rows_EC.new_zeros(*index_TK.shape, rows_EC.shape[1])
+    picked = rows_EC[index_TK.clamp(min=0)]
+    return picked * (index_TK >= 0).unsqueeze(-1)
+
+
+def sliding(rows_RC: Tensor, num_window: int) -> Tensor:
+    """Every run of `num_window` neighbouring rows: [R - num_window + 1, num_window, C]."""
+    return rows_RC.unfold(0, num_window, 1).transpose(1, 2)
+
+
+def select_rows(
+    config: IndexerConfig,
+    query_THI: Tensor,
+    weight_TH: Tensor,
+    keys: KeySource,
+    visible_T: Tensor,
+    *,
+    topk: int | None,
+    pool_TN: Tensor | None,
+    make_pool: bool,
+    rule: SelectionRule,
+) -> SharedKV:
+    """Selection of one sequence's rows, as indices: [T, K] ascending, -1 where there are fewer."""
+    num_entries = int(visible_T[-1]) if visible_T.numel() else 0
+    k = topk if topk is not None else max(num_entries, 1)
+    if pool_TN is not None and rule == "learned":
+        candidate_TP = _pool_members(pool_TN, config.candidate_block_size, config.candidate_topk_blocks)
+        candidate_TP = candidate_TP.masked_fill(candidate_TP >= visible_T.unsqueeze(-1), -1)
+        score_TP = indexer_ops.gathered_index_scores(query_THI, weight_TH, keys.gather(candidate_TP))
+        chosen_TP = indexer_ops.topk_mask(score_TP.masked_fill(candidate_TP < 0, -torch.inf), k)
+        place_TK = indexer_ops.mask_to_index(chosen_TP, k)
+        selection_TK = candidate_TP.gather(-1, place_TK.clamp(min=0)).masked_fill(place_TK < 0, -1)
+        return SharedKV(selection_TK, pool_TN)
+    score_TE = indexer_ops.index_scores(query_THI, weight_TH, keys.all()[:num_entries])
+    if rule == "random":
+        score_TE = torch.rand_like(score_TE)
+    entry_E = torch.arange(num_entries, device=score_TE.device)
+    score_TE = score_TE.masked_fill(entry_E >= visible_T.unsqueeze(-1), -torch.inf)
+    selection_TK = indexer_ops.mask_to_index(indexer_ops.topk_mask(score_TE, k), k)
+    if make_pool:
+        pool_TN = indexer_ops.candidate_blocks(
+            score_TE,
+            visible_T,
+            block_size=config.candidate_block_size,
+            topk_blocks=config.candidate_topk_blocks,
+        )
+    return SharedKV(selection_TK, pool_TN)
+
+
+def _pool_members(pool_TN: Tensor, block_size: int, num_blocks: int) -> Tensor:
+    """Entries of each row's pool in ascending order, int64 [T, num_blocks * block_size], -1 fillers at the end."""
+    block_TB = indexer_ops.mask_to_index(pool_TN, num_blocks)
+    member_TBM = block_TB.unsqueeze(-1) * block_size + torch.arange(block_size, device=pool_TN.device)
+    return member_TBM.masked_fill(block_TB.unsqueeze(-1) < 0, -1).flatten(1)

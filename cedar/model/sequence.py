@@ -1,0 +1,310 @@
+"""One sequence's cache as real bytes, and the rows of one step over it.
+
+T rows, C latent channels, I index channels, E entries, K selected entries, W window rows, L look-backs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cedar.config.model import ModelConfig
+from cedar.config.rounding import Rounding
+from cedar.errors import CapacityError
+from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
+from cedar.kernels import attention as attention_ops
+from cedar.kernels.quantize import dequantize_rows, quantize_rows
+from cedar.model.engram import lookback_ids
+from cedar.model.rope import Rope
+from cedar.model.select import select_rows, sliding
+from cedar.model.state import DecoderReplay, SelectionRule, SharedKV
+
+# rows a growing buffer starts with, one page
+_FIRST_ROWS = 128
+
+
+class RowStore:
+    """Vectors by row number, held as the cache's real bytes, or as they come where rounding is off."""
+
+    def __init__(self, num_channels: int, spec: FormatSpec | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.count = 0
+        self.device = device
+        self._num_channels, self._spec, self._dtype = num_channels, spec, dtype
+        if spec is None:
+            self._planes = [torch.zeros(0, num_channels, dtype=dtype, device=device)]
+        else:
+            widths = (num_channels * spec.element_bits // 8, num_channels // spec.group)
+            self._planes = [torch.zeros(0, width, dtype=torch.uint8, device=device) for width in widths]
+
+    def append(self, rows_EC: Tensor) -> None:
+        if rows_EC.shape[0] == 0:
+            return
+        stop = self.count + rows_EC.shape[0]
+        self.reserve(stop)
+        for plane, stored in zip(self._planes, self._encode(rows_EC), strict=True):
+            plane[self.count : stop] = stored
+        self.count = stop
+
+    def reserve(self, num_rows: int) -> None:
+        """Room for `num_rows` rows; doubles, so that appending is linear in the end."""
+        capacity = self._planes[0].shape[0]
+        if num_rows > capacity:
+            extra = max(capacity, num_rows - capacity, _FIRST_ROWS)
+            self._planes = [torch.cat([plane, plane.new_zeros(extra, plane.shape[1])]) for plane in self._planes]
+
+    def put(self, row_T: Tensor, rows_TC: Tensor) -> None:
+        """Overwrite rows; they must lie inside what was reserved."""
+        for plane, stored in zip(self._planes, self._encode(rows_TC), strict=True):
+            plane[row_T] = stored
+
+    def all(self) -> Tensor:
+        return self._decode([plane[: self.count] for plane in self._planes])
+
+    def gather(self, index: Tensor) -> Tensor:
+        """Rows by number in the shape of `index`; -1 gives zeros."""
+        if self._planes[0].shape[0] == 0:
+            return torch.zeros(*index.shape, self._num_channels, dtype=self._dtype, device=self.device)
+        safe = index.clamp(min=0)
+        rows = self._decode([plane[safe] for plane in self._planes])
+        return rows * (index >= 0).unsqueeze(-1)
+
+    def take(self, row_T: Tensor) -> Tensor:
+        """Rows by number, all present."""
+        return self._decode([plane[row_T] for plane in self._planes])
+
+    def vector_bytes(self) -> int:
+        return sum(plane.shape[1] * plane.element_size() for plane in self._planes)
+
+    def _encode(self, rows_EC: Tensor) -> Sequence[Tensor]:
+        return (rows_EC,) if self._spec is None else quantize_rows(rows_EC, self._spec)
+
+    def _decode(self, planes: list[Tensor]) -> Tensor:
+        if self._spec is None:
+            return planes[0]
+        return dequantize_rows(planes[0], planes[1], self._spec, self._dtype)
+
+
+class SequenceState:
+    """All that one sequence needs to go on: windows, entries, index keys, half-filled pairs, last token ids.
+
+    Args:
+        rounding: Decides what is stored as bytes; what is not rounded is stored as it comes.
+        dtype: Compute dtype, float32 or bfloat16.
+        decoder_replay: Rows the decoder runs during prefill (serving.md 1.2).
+        selection_rule: `random` is the control of the recall evaluation.
+
+    Source: architecture.md 4.5; serving.md 1 and 2.1.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        *,
+        rounding: Rounding,
+        dtype: torch.dtype,
+        device: torch.device,
+        decoder_replay: DecoderReplay,
+        selection_rule: SelectionRule,
+    ) -> None:
+        attention, indexer = config.attention, config.indexer
+        self.config, self.rope, self.rounding = config, rope, rounding
+        self.decoder_replay, self.selection_rule = decoder_replay, selection_rule
+        self.device = device
+        self.num_tokens = 0
+        self._prompt_stop = 0
+        self._decoder_start = 0
+        self._window_floor = 0
+        # room for rejected drafts beside the window (serving.md 2.4)
+        self.num_slots = attention.sliding_window + config.draft.block_size + 1
+        window_format = FP8 if rounding.window_kv else None
+        self.windows = [
+            RowStore(attention.head_dim, window_format, dtype, device) for _ in range(config.num_layers)
+        ]
+        for window in self.windows:
+            window.reserve(self.num_slots)
+        main_format = FP4_MAIN if rounding.main_kv else None
+        key_format = FP4_INDEX if rounding.index else None
+        self.entries = {s: RowStore(attention.head_dim, main_format, dtype, device) for s in attention.kv_source_layer_ids}
+        self.keys = {s: RowStore(indexer.head_dim, key_format, dtype, device) for s in attention.kv_source_layer_ids}
+        self.tails: dict[int, tuple[Tensor, Tensor]] = {}
+        self.recent_L = torch.full((config.engram.max_ngram_size - 1,), -1, dtype=torch.int64, device=device)
+
+    def begin_prompt(self, prompt_tokens: int) -> None:
+        """Fix where the decoder starts for a prompt that ends at `prompt_tokens`, counted from the sequence's start.
+
+        Called by the first chunk of each prompt; further chunks name the same end.
+
+        Raises:
+            CapacityError: The prompt ends before the tokens already held, or past the model's limit.
+        """
+        if prompt_tokens == self._prompt_stop and self.num_tokens < prompt_tokens:
+            return
+        if prompt_tokens <= self.num_tokens:
+            raise CapacityError(
+                f"the prompt ends at token {prompt_tokens}, but {self.num_tokens} are held already; "
+                "prompt_tokens counts from the start of the sequence"
+            )
+        limit = self.config.max_position_embeddings
+        if prompt_tokens > limit:
+            raise CapacityError(f"the prompt has {prompt_tokens} tokens, the model's limit is {limit}")
+        window_start = prompt_tokens - self.config.attention.sliding_window
+        self._prompt_stop = prompt_tokens
+        self._decoder_start = max(self.num_tokens, window_start)
+        # a short prompt goes on from windows that are whole; a long one restarts them at its last window
+        if window_start >= self.num_tokens:
+            self._window_floor = max(window_start, 0)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise CapacityError if `num_tokens` more would pass the model's limit."""
+        limit = self.config.max_position_embeddings
+        if self.num_tokens + num_tokens > limit:
+            raise CapacityError(f"{self.num_tokens} tokens are held, {num_tokens} more pass the model's limit of {limit}")
+
+    def lookbacks(self, ids_T: Tensor) -> Tensor:
+        """Raw ids of the next rows and their look-backs, newest first [T, L], -1 where dead."""
+        reach = self.recent_L.shape[0]
+        ids_1S = torch.cat([self.recent_L, ids_T]).unsqueeze(0)
+        raw_1SL = lookback_ids(
+            ids_1S,
+            torch.zeros_like(ids_1S),
+            num_lookbacks=self.config.engram.max_ngram_size,
+            image_token_id=self.config.image_token_id,
+        )
+        return raw_1SL[0, reach:]
+
+    def advance(self, ids_T: Tensor) -> None:
+        """The rows of `ids_T` are done."""
+        self.num_tokens += ids_T.shape[0]
+        self.recent_L = torch.cat([self.recent_L, ids_T])[-self.recent_L.shape[0] :]
+
+    def first_position(self, layer: int) -> int:
+        """First position of the running prompt that `layer` runs completely."""
+        config = self.config
+        boundary = config.boundary_layer_id
+        if layer < boundary or self.decoder_replay == "off":
+            return 0
+        if self.decoder_replay != "exact":
+            return self._decoder_start
+        # each layer above needs one window less of complete rows (serving.md 1.2)
+        window = config.attention.sliding_window
+        num_rows = window + (window - 1) * (config.num_layers - 1 - max(layer, boundary + 1))
+        return max(self._prompt_stop - num_rows, 0)
+
+    def window_floor(self, layer: int) -> int:
+        """Oldest position whose window row `layer` has written."""
+        if layer < self.config.boundary_layer_id or self.keeps_true_window(layer):
+            return 0
+        return self.first_position(layer) if self.decoder_replay == "exact" else self._window_floor
+
+    def keeps_true_window(self, layer: int) -> bool:
+        """True where every row's window key is written, though only some rows run the layer."""
+        if self.decoder_replay == "off":
+            return True
+        return self.decoder_replay != "bounded" and layer == self.config.boundary_layer_id
+
+    def global_bytes(self) -> int:
+        """Bytes of entries and index keys held now."""
+        stores = (*self.entries.values(), *self.keys.values())
+        return sum(store.count * store.vector_bytes() for store in stores)
+
+    def window_bytes(self) -> int:
+        """Bytes of the window rings, whatever the length."""
+        return sum(self.num_slots * window.vector_bytes() for window in self.windows)
+
+    def cache_bytes(self) -> int:
+        """All bytes this sequence holds."""
+        tails = sum(t.numel() * t.element_size() for pair in self.tails.values() for t in pair)
+        return self.global_bytes() + self.window_bytes() + tails
+
+
+class SequenceStep:
+    """The rows [start, stop) of one forward over a `SequenceState`; fulfils `AttentionState`."""
+
+    def __init__(self, state: SequenceState, start: int, stop: int) -> None:
+        self.state = state
+        self.rounding = state.rounding
+        self.start, self.stop = start, stop
+        self._positions_T = torch.arange(start, stop, device=state.device)
+        self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._window_RC = torch.empty(0)
+
+    @property
+    def positions_T(self) -> Tensor:
+        return self._positions_T
+
+    def narrowed(self, start: int) -> SequenceStep:
+        """The same step from position `start` on."""
+        step = SequenceStep(self.state, start, self.stop)
+        cut = start - self.start
+        step._rotations = {kind: (cos[cut:], sin[cut:]) for kind, (cos, sin) in self._rotations.items()}
+        step._window_RC = self._window_RC[cut:]
+        return step
+
+    def rotation(self, *, compressed: bool) -> tuple[Tensor, Tensor]:
+        if compressed not in self._rotations:
+            self._rotations[compressed] = self.state.rope(self._positions_T, compressed=compressed)
+        return self._rotations[compressed]
+
+    def write_window(self, layer: int, kv_TC: Tensor) -> None:
+        state = self.state
+        store, num_slots = state.windows[layer], state.num_slots
+        reach = state.config.attention.sliding_window - 1
+        before_R = torch.arange(self.start - reach, self.start, device=state.device) % num_slots
+        if reach + kv_TC.shape[0] <= num_slots:
+            store.put(self._positions_T % num_slots, kv_TC)
+            self._window_RC = store.take(torch.cat([before_R, self._positions_T % num_slots]))
+            return
+        # a chunk longer than the ring: what it overwrites is read first
+        before_RC = store.take(before_R)
+        fresh = RowStore(kv_TC.shape[1], FP8 if self.rounding.window_kv else None, kv_TC.dtype, state.device)
+        fresh.append(kv_TC)
+        self._window_RC = torch.cat([before_RC, fresh.all()])
+        store.put(self._positions_T[-num_slots:] % num_slots, kv_TC[-num_slots:])
+
+    def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        start = self.start
+        if layer in self.state.tails:
+            content_1C, gate_1C = self.state.tails.pop(layer)
+            content_TC, gate_TC = torch.cat([content_1C, content_TC]), torch.cat([gate_1C, gate_TC])
+            start -= 1
+        whole = content_TC.shape[0] // 2 * 2
+        if whole < content_TC.shape[0]:
+            self.state.tails[layer] = content_TC[whole:].clone(), gate_TC[whole:].clone()
+        first_E = torch.arange(start, start + whole, 2, device=content_TC.device)
+        return content_TC[:whole].unflatten(0, (-1, 2)), gate_TC[:whole].unflatten(0, (-1, 2)), first_E
+
+    def write_entries(self, layer: int, main_EC: Tensor, key_EI: Tensor) -> None:
+        self.state.entries[layer].append(main_EC)
+        self.state.keys[layer].append(key_EI)
+
+    def select(
+        self, layer: int, kv_source: int, query_THI: Tensor, weight_TH: Tensor, *, pool: Tensor | None, make_pool: bool
+    ) -> SharedKV:
+        ratio = self.state.config.attention.compress_ratios[kv_source]
+        return select_rows(
+            self.state.config.indexer,
+            query_THI,
+            weight_TH,
+            self.state.keys[kv_source],
+            (self._positions_T + 1) // ratio,
+            topk=self.state.config.indexer.topk,
+            pool_TN=pool,
+            make_pool=make_pool,
+            rule=self.state.selection_rule,
+        )
+
+    def attend(
+        self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor
+    ) -> Tensor:
+        num_window = self.state.config.attention.sliding_window
+        window_TWC = sliding(self._window_RC, num_window)
+        column_W = torch.arange(1 - num_window, 1, device=query_THC.device)
+        visible_TW = self._positions_T.unsqueeze(-1) + column_W >= self.state.window_floor(layer)
+        entry_TKC = present_TK = None
+        if kv_source is not None and shared.selection is not None:
+            present_TK = shared.selection >= 0
+            entry_TKC = self.state.entries[kv_source].gather(shared.selection)
+        return attention_ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
