@@ -316,7 +316,7 @@ def _fit_table(plan: Plan, memory_bytes: int) -> Table:
         f"{plan.name}: sequences of each length in {bytes_text(memory_bytes)}, "
         f"{bytes_text(answers[0].activations)} of it for the activations of a step"
     )
-    columns = ("weights as", "weights", "Engram", "cache", *_contexts(plan))
+    columns = ("form", "weights", "Engram", "cache", *_contexts(plan))
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 

@@ -37,7 +37,7 @@ def test_every_preset_prints_whole_tables(name: str) -> None:
     report.print_tables(plan, Console(file=out, width=80))
     text = out.getvalue()
     assert "per token" in text
-    assert "weights as" in text
+    assert "mapped" in text
     assert "…" not in text
     assert len(report.as_json(plan)["fit"]) == 6
 
