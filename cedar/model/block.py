@@ -31,11 +31,12 @@ class Block(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        table_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
         if plan.engram:
-            self.engram = Engram(config, plan.layer, device=device, dtype=dtype)
+            self.engram = Engram(config, plan.layer, device=device, dtype=dtype, table_device=table_device)
         self.hc_attn = HyperConnection(config, device=device)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
         self.attn = Attention(config, plan, rope, device=device, dtype=dtype)

@@ -93,12 +93,13 @@ class Engram(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        table_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         engram = config.engram
         self.num_streams, self.hidden, self.eps = config.mhc.num_streams, config.hidden_size, config.rms_norm_eps
         constants: EngramHash = engram_hashes(engram)[layer]
-        self.embed = EngramTable(constants.num_rows, engram.head_dim, device=device)
+        self.embed = EngramTable(constants.num_rows, engram.head_dim, device=table_device or device)
         self.wkv = Linear(
             engram.num_columns * engram.head_dim,
             (self.num_streams + 1) * self.hidden,

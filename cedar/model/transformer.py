@@ -49,6 +49,8 @@ class Transformer(nn.Module):
         device: Where parameters are made; `meta` allocates nothing.
         dtype: float32 or bfloat16, the dtype of activations and of most weights. What the architecture
             keeps in float32 (mHC, router, ratio-2 compressor, sinks, head product) stays so.
+        table_device: Where the Engram tables' float weights are made, `device` if None. `meta` for tables
+            that `EngramTable.set_packed` will replace.
 
     Parameters are uninitialised: `init.initialise` or `checkpoint.read` fills them.
 
@@ -56,7 +58,12 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        table_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -69,7 +76,15 @@ class Transformer(nn.Module):
             torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         )
         self.layers = nn.ModuleList(
-            Block(config, plan, self.rope, device=device, dtype=dtype) for plan in layer_plans(config)
+            Block(
+                config,
+                plan,
+                self.rope,
+                device=device,
+                dtype=dtype,
+                table_device=device if table_device is None else table_device,
+            )
+            for plan in layer_plans(config)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
         self.head = Head(config, device=device, dtype=dtype)

@@ -1,0 +1,169 @@
+"""A model from a checkpoint directory: weights stream in one at a time and are decoded into their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cedar.chat.tokenizer import Tokenizer
+from cedar.checkpoint.files import CheckpointFiles, open_checkpoint
+from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, stored_weights
+from cedar.formats.fp4 import dequantize_fp4_index
+from cedar.formats.fp8 import dequantize_tiles
+from cedar.model.engram import EngramTable
+from cedar.model.layers import Linear
+from cedar.model.moe import Experts
+from cedar.model.transformer import Transformer
+
+# values decoded at once: bounds what decoding needs beyond the module itself
+CHUNK_VALUES = 1 << 21
+
+
+def read_checkpoint(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    engram: Literal["memory", "mapped"] = "memory",
+) -> Transformer:
+    """The text model of a checkpoint in the release's format, ready to run.
+
+    Everything is checked before the first weight is read (`open_checkpoint`). Draft and vision tensors are
+    known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
+    and gives Engram's token map.
+
+    Args:
+        path: Directory with config.json, the shards and their index.
+        dtype: float32 or bfloat16; both hold every stored weight exactly.
+        engram: `memory` copies the FP8 tables, `mapped` reads rows from the file as they are asked for.
+
+    Raises:
+        ConfigError: config.json is missing or wrong.
+        FormatError: A file or a tensor is not what the config asks for (`CheckpointError` lists all), or the
+            tokenizer belongs to another model.
+
+    Cost: memory of the module plus one shard at most.
+
+    Source: architecture.md 7.
+    """
+    files = open_checkpoint(path)
+    config = files.config
+    # the float tables would be four times the packed ones, for nothing
+    model = Transformer(config, device=device, dtype=dtype, table_device="meta")
+    load_weights(model, files, engram=engram)
+    if config.engram.layer_ids and (files.directory / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(files.directory)
+        tokenizer.check(config)
+        model.token_map.set(tokenizer.compressed_map()[0])
+    return model
+
+
+@torch.no_grad()
+def load_weights(
+    model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory"
+) -> None:
+    """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
+
+    Engram tables become packed ones.
+    """
+    weights = [weight for weight in stored_weights(files.config) if weight.part is Part.TEXT]
+    # in file order, so that a disk reads forward
+    weights.sort(key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start))
+    try:
+        for weight in weights:
+            if weight.storage is Storage.FP8_ROWS:
+                _load_table(model, files, weight, engram)
+            else:
+                _load_weight(model, files, weight)
+    finally:
+        files.close()
+
+
+def target(model: nn.Module, weight: StoredWeight) -> Tensor:
+    """The parameter or buffer that holds a text weight, cut to its expert; shares its memory."""
+    owner_name, _, name = weight.parameter.rpartition(".")
+    held: Tensor = getattr(model.get_submodule(owner_name), name)
+    held = held if weight.expert is None else held[weight.expert]
+    assert tuple(held.shape) == weight.shape, (weight.name, tuple(held.shape), weight.shape)
+    return held.detach()
+
+
+def owner(model: nn.Module, weight: StoredWeight) -> nn.Module:
+    """The module whose parameter it is."""
+    return model.get_submodule(weight.parameter.rpartition(".")[0])
+
+
+def row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Spans of rows to handle at once, in whole tiles; a vector is one span of one row."""
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    step = max(CHUNK_VALUES // columns // TILE, 1) * TILE
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _load_table(
+    model: Transformer, files: CheckpointFiles, weight: StoredWeight, engram: Literal["memory", "mapped"]
+) -> None:
+    table = owner(model, weight)
+    assert isinstance(table, EngramTable)
+    rows, columns = weight.shape
+    codes, scales = f"{weight.name}.weight", f"{weight.name}.scale"
+    if engram == "mapped":
+        table.set_packed(files.map(codes).view(rows, columns), files.map(scales).view(rows, columns // GROUP))
+        return
+    device = model.device
+    table.set_packed(
+        files.read(codes).view(rows, columns).to(device), files.read(scales).view(rows, columns // GROUP).to(device)
+    )
+
+
+def _load_weight(model: Transformer, files: CheckpointFiles, weight: StoredWeight) -> None:
+    values = target(model, weight)
+    stored, scale = weight.weight, weight.scale
+    scale_bytes = None
+    if scale is not None:
+        scale_bytes = files.read(scale.name).view(scale.shape).to(values.device)
+        _keep_scales(owner(model, weight), weight, scale_bytes)
+    rows = values.view(1, -1) if values.dim() == 1 else values
+    row_bytes = stored.num_bytes // rows.shape[0]
+    for start, stop in row_chunks(weight.shape):
+        data = files.read(stored.name, start * row_bytes, stop * row_bytes).to(values.device).view(stop - start, -1)
+        match weight.storage:
+            case Storage.F32:
+                decoded = data.view(torch.float32)
+            case Storage.BF16:
+                decoded = data.view(torch.bfloat16)
+            case Storage.FP8:
+                assert scale_bytes is not None
+                decoded = dequantize_tiles(data, scale_bytes[start // TILE : -(-stop // TILE)])
+            case _:
+                assert scale_bytes is not None
+                decoded = dequantize_fp4_index(data, scale_bytes[start:stop])
+        rows[start:stop].copy_(decoded)
+
+
+def _keep_scales(module: nn.Module, weight: StoredWeight, scale_bytes: Tensor) -> None:
+    if isinstance(module, Linear):
+        module.scale_bytes = scale_bytes
+        return
+    assert isinstance(module, Experts)
+    name = weight.parameter.rpartition(".")[2]
+    num_experts = getattr(module, name).shape[0]
+    if name not in module.scale_bytes:
+        module.scale_bytes[name] = scale_bytes.new_zeros(num_experts, *scale_bytes.shape)
+    assert weight.expert is not None
+    module.scale_bytes[name][weight.expert] = scale_bytes
+
+
+def kept_scales(module: nn.Module, weight: StoredWeight) -> Tensor | None:
+    """The scale bytes a weight was loaded with, None if it was made or trained from nothing."""
+    if isinstance(module, Linear):
+        return module.scale_bytes
+    if isinstance(module, Experts):
+        stacked = module.scale_bytes.get(weight.parameter.rpartition(".")[2])
+        return None if stacked is None or weight.expert is None else stacked[weight.expert]
+    return None
