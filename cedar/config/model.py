@@ -173,6 +173,7 @@ class ModelConfig:
     vision: VisionConfig | None = field(default=None)
 
     def __post_init__(self) -> None:
+        self._check_positive()
         self._check_sizes()
         self._check_schedule()
 
@@ -180,6 +181,25 @@ class ModelConfig:
     def boundary_layer_id(self) -> int:
         """First decoder layer: the last layer that writes a compressed cache (derived, no key holds it)."""
         return self.attention.kv_source_layer_ids[-1]
+
+    def _check_positive(self) -> None:
+        """Every number but ids; what an absent module would need may be anything."""
+        parts: dict[str, object] = {
+            "": self,
+            "attention.": self.attention,
+            "attention.rope_scaling.": self.attention.rope_scaling,
+            "indexer.": self.indexer,
+            "moe.": self.moe,
+            "mhc.": self.mhc,
+            "engram.": self.engram if self.engram.layer_ids else None,
+            "draft.": self.draft if self.draft.num_blocks else None,
+            "vision.": self.vision,
+        }
+        for prefix, part in parts.items():
+            for name in () if part is None else part.__dataclass_fields__:  # type: ignore[attr-defined]
+                value = getattr(part, name)
+                if isinstance(value, (int, float)) and not name.endswith(("token_id", "layer_id")):
+                    _require(value > 0, f"{prefix}{name} is {value}, expected a positive number")
 
     def _check_sizes(self) -> None:
         a, i, m, e = self.attention, self.indexer, self.moe, self.engram
@@ -205,17 +225,6 @@ class ModelConfig:
             PAGE_TOKENS % i.candidate_block_size == 0,
             f"candidate_block_size is {i.candidate_block_size}, expected a divisor of the page ({PAGE_TOKENS})",
         )
-        for name, value in (
-            ("vocab_size", self.vocab_size),
-            ("num_hidden_layers", self.num_layers),
-            ("sliding_window", a.sliding_window),
-            ("index_topk", i.topk),
-            ("candidate_topk_blocks", i.candidate_topk_blocks),
-            ("hc_mult", self.mhc.num_streams),
-            ("hc_sinkhorn_iters", self.mhc.sinkhorn_iterations),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ):
-            _require(value > 0, f"{name} is {value}, expected a positive number")
         _require(
             0 < m.num_experts_per_token <= m.num_routed_experts,
             f"num_experts_per_tok is {m.num_experts_per_token}, expected 1..{m.num_routed_experts} (n_routed_experts)",
@@ -232,6 +241,8 @@ class ModelConfig:
                 0 <= token_id < self.vocab_size,
                 f"{name} is {token_id}, expected an id below vocab_size {self.vocab_size}",
             )
+        if self.vision is not None:
+            _divides("vision hidden_size", self.vision.hidden_size, self.vision.num_heads, "it is cut into heads")
         if e.layer_ids:
             _divides("engram_head_dim", e.head_dim, 32, why)
             _require(e.max_ngram_size >= 2, f"engram_max_ngram_size is {e.max_ngram_size}, expected at least 2")
@@ -280,5 +291,15 @@ class ModelConfig:
             "the decoder keeps one entry a token",
         )
         if d.num_blocks:
+            _require(bool(d.target_layer_ids), "dspark_target_layer_ids is empty, expected at least one layer")
             _ascending("dspark_target_layer_ids", d.target_layer_ids, self.num_layers)
             _divides("dspark_markov_rank", d.markov_rank, 32, "bf16 rows of whole groups")
+            _require(
+                d.num_experts_per_token <= d.num_routed_experts,
+                f"dspark_num_experts_per_tok is {d.num_experts_per_token}, expected 1..{d.num_routed_experts} "
+                "(dspark_n_routed_experts)",
+            )
+            _require(
+                0 <= d.noise_token_id < self.vocab_size,
+                f"dspark_noise_token_id is {d.noise_token_id}, expected an id below vocab_size {self.vocab_size}",
+            )

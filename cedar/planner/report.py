@@ -310,7 +310,7 @@ def _fit_table(plan: Plan, memory_bytes: int) -> Table:
         if answer.missing:
             tail = (f"{bytes_text(answer.missing)} short", *("-" for _ in plan.contexts))
         else:
-            tail = (f"{answer.tokens:,} tokens", *(f"{count:,}" for count in answer.sequences.values()))
+            tail = (f"{count_text(answer.tokens)} tokens", *(f"{count:,}" for count in answer.sequences.values()))
         rows.append((answer.form, bytes_text(answer.weights), engram, *tail))
     title = (
         f"{plan.name}: sequences of each length in {bytes_text(memory_bytes)}, "
