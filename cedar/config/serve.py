@@ -1,0 +1,123 @@
+"""How a model is served: the server's limits, and what the model's own files say about sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cedar.config.load import nearest
+from cedar.config.model import ModelConfig
+from cedar.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """Limits of one server.
+
+    Attributes:
+        max_context: Longest prompt plus answer in tokens; None means what the model's config allows.
+        prefill_chunk: Prompt tokens per step. A cancel, and the progress a client sees, waits for one step.
+        max_waiting: Requests that may queue; more are told to come back later.
+        max_body_bytes: Largest request body.
+        ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
+        shutdown_s: How long open answers may take to end once the server was told to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_context: int | None = None
+    prefill_chunk: int = 256
+    max_waiting: int = 256
+    max_body_bytes: int = 48 * 2**20
+    ping_s: float = 10.0
+    shutdown_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_chunk", "max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}, expected 0..65535 (0 takes a free one)")
+        if self.max_context is not None and self.max_context < 2:
+            raise ConfigError(f"max_context is {self.max_context}, expected at least 2: one token in, one out")
+
+    def context(self, config: ModelConfig) -> int:
+        """Longest prompt plus answer that this server takes with that model."""
+        limit = config.max_position_embeddings
+        return limit if self.max_context is None else min(limit, self.max_context)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """What applies where a request says nothing.
+
+    Attributes:
+        max_new_tokens: Longest answer; None takes the API's own default (serving.md 6.2).
+        thinking: Whether the model reasons before it answers.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int | None = None
+    thinking: bool = True
+
+    def answer_tokens(self, *, thinking: bool, effort: int) -> int:
+        """Longest answer of a request that sets none; the context may clip it.
+
+        Source: serving.md 6.2.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if not thinking:
+            return 8192
+        return 131072 if effort == 100 else 65536
+
+
+# keys of the published file that say nothing about sampling here
+_IGNORED = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "transformers_version", "_from_model_config")
+
+
+def load_generation_defaults(directory: Path) -> GenerationDefaults:
+    """Read `generation_config.json`; without one, the defaults of the release.
+
+    Raises:
+        ConfigError: Not a JSON object, a key that is unknown, or a value of the wrong type or range.
+    """
+    file = directory / "generation_config.json"
+    if not file.exists():
+        return GenerationDefaults()
+    try:
+        values: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}, expected an object")
+    known = [field.name for field in dataclasses.fields(GenerationDefaults)]
+    kept = {}
+    for name, value in values.items():
+        if name in known:
+            kept[name] = _checked(file, name, value)
+        elif name not in _IGNORED:
+            raise ConfigError(f"{file}: unknown key {name!r}{nearest(name, known)}")
+    return GenerationDefaults(**kept)
+
+
+def _checked(file: Path, name: str, value: Any) -> Any:
+    if name == "thinking":
+        valid = isinstance(value, bool)
+    elif name in ("top_k", "max_new_tokens"):
+        valid = (
+            isinstance(value, int) and not isinstance(value, bool) and value >= (1 if name == "max_new_tokens" else 0)
+        )
+    else:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        valid = is_number and math.isfinite(value) and 0 <= value <= (2 if name == "temperature" else 1)
+    if not valid:
+        raise ConfigError(f"{file}: {name} is {value!r}; see cedar.config.serve.GenerationDefaults for what it may be")
+    return value

@@ -1,0 +1,167 @@
+"""What goes into the engine and what comes out of it; no tensors, so a client needs no torch."""
+
+from __future__ import annotations
+
+import math
+import queue
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from cedar.errors import RequestError
+
+if TYPE_CHECKING:
+    from cedar.engine.sampling import Sampler
+
+DecoderReplay = Literal["bounded", "exact", "off"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    Attributes:
+        temperature: 0 takes the likeliest token, the lower id if two are equal.
+        top_k: Only the k likeliest tokens; 0 means all.
+        top_p: The smallest set of likeliest tokens whose probability reaches this.
+        min_p: Only tokens at least this likely, relative to the likeliest.
+        max_tokens: Tokens to generate at most, the stop token included; None fills the context.
+        seed: Makes the choice reproducible; None draws a fresh one.
+        stop_token_ids: Any of these ends the answer and is not part of it.
+        logprobs: How many likeliest tokens to report beside each chosen one; None reports nothing.
+
+    Raises:
+        RequestError: A value is out of range; `param` names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(
+            "temperature", self.temperature, math.isfinite(self.temperature) and 0 <= self.temperature <= 2, "0 to 2"
+        )
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (all) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit number")
+        _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20")
+
+
+def _check(param: str, value: object, valid: bool, expected: str) -> None:
+    if not valid:
+        raise RequestError(f"{param} is {value}, expected {expected}", param=param)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+        decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    decoder_replay: DecoderReplay = "bounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of `total` prompt tokens have run."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token; `top` holds (id, log-probability) of the likeliest ones if asked for."""
+
+    id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The last event of a request.
+
+    Attributes:
+        completion_tokens: Tokens generated, a stop token included.
+        cache_bytes: What the sequence's cache held at the end.
+        error: Why, for the reason `error`.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    cache_bytes: int = 0
+    error: str = ""
+
+
+Event = Progress | Token | Finished
+
+
+class Handle:
+    """A submitted request: iterate over its events, the last is `Finished`.
+
+    Iteration is for requests submitted without `on_event`.
+    """
+
+    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.cancel = cancel
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            event = self.events.get()
+            yield event
+            if isinstance(event, Finished):
+                return
+
+
+class Status(Enum):
+    """Where a sequence stands; WAITING holds no memory on the device."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while the engine works on it; only the engine's thread changes it after submission.
+
+    Attributes:
+        state: The model's state of this sequence, None before admission.
+        cancelled: Set by anyone; the engine's thread ends the sequence at its next step.
+    """
+
+    request: Request
+    emit: Callable[[Event], None]
+    max_tokens: int
+    submitted_s: float
+    status: Status = Status.WAITING
+    state: Any = None
+    sampler: Sampler | None = None
+    num_prefilled: int = 0
+    generated: list[int] = field(default_factory=list)
+    cancelled: bool = False
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
