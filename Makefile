@@ -56,7 +56,7 @@ test-gpu: setup  ## what needs a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu
 
 numbers: setup  ## docs/numbers.md and the README's table, from the planner
-	@$(BIN)/python scripts/numbers.py
+	@$(BIN)/python scripts/make_numbers.py
 
 size: setup  ## lines of each package against its target
 	@$(BIN)/python scripts/size.py

@@ -371,11 +371,11 @@ def readme_table(flash: ModelConfig) -> str:
     decode = memory.active_decode_parameters(flash)
     rows = (
         (
-            "context, kept for ever",
-            f"{per_token:g} bytes a token, 1/{v1().bytes_per_token / per_token:.0f} of DeepSeek V1",
+            "what a token of context leaves in the cache",
+            f"{per_token:g} bytes, 1/{v1().bytes_per_token / per_token:.0f} of DeepSeek V1",
         ),
-        ("a conversation of 1M tokens", f"{per_token * 2**20 / 2**20:g} MiB"),
-        ("resume bit for bit, at any length", f"{bytes_text(kv.snapshot_bytes(flash))} beside the pages"),
+        ("a conversation of 1M tokens, 2^20", f"{per_token * 2**20 / 2**20:g} MiB"),
+        ("what resumes it bit for bit, beside that, at any length", bytes_text(kv.snapshot_bytes(flash))),
         ("one generated token, at 1M instead of 4K of context", f"+{flops.decode_growth(flash):.0%} operations"),
         ("parameters", f"{count_text(backbone)} and {count_text(memory.engram_parameters(flash))} of Engram"),
         ("of them at work for a token", f"{count_text(prefill)} in a prompt, {count_text(decode)} in an answer"),
