@@ -111,7 +111,7 @@ class PackState:
         ranked_BSE = score_BSE.detach()
         if self.selection_rule == "random":
             ranked_BSE = torch.rand_like(ranked_BSE).masked_fill(~visible_BSE, -torch.inf)
-        elif pool is not None:
+        elif pool is not None and self.topk is not None:
             ranked_BSE = ranked_BSE.masked_fill(~pool, -torch.inf)
         if self.topk is None:
             selection_BSE = ranked_BSE > -torch.inf

@@ -30,6 +30,10 @@ class SharedKV(NamedTuple):
     selection: Tensor | None = None
     pool: Tensor | None = None
 
+    def rows(self, start: int) -> SharedKV:
+        """The same for the rows from `start` on, where rows are the leading axis (`SequenceStep`)."""
+        return SharedKV(*(part if part is None else part[start:] for part in self))
+
 
 class AttentionState(Protocol):
     """Where keys live and how rows reach them."""

@@ -255,6 +255,7 @@ class Transformer(nn.Module):
                 streams_TND, u_TD, mixes = streams_TND[cut:], u_TD[cut:], mixes.rows(cut)
                 raw_TL, compressed_TL = raw_TL[cut:], compressed_TL[cut:]
                 image_T = None if image_T is None else image_T[cut:]
+                shared = shared.rows(cut)
                 step = step.narrowed(step.start + cut)
                 if step.start == stop:
                     premix_TN = mixes.premix_TN
