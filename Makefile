@@ -55,6 +55,9 @@ test-long: setup  ## soaks and full sweeps, hours; record the result in docs/log
 test-gpu: setup  ## what needs a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu
 
+vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py --write records)
+	@$(BIN)/python scripts/vectors.py
+
 numbers: setup  ## docs/numbers.md and the README's table, from the planner
 	@$(BIN)/python scripts/make_numbers.py
 
