@@ -17,10 +17,8 @@ SUMS = VECTORS / "SHA256SUMS"
 def digests() -> str:
     """One line a file, as `sha256sum` writes them."""
     files = sorted(path for path in VECTORS.rglob("*") if path.is_file() and path != SUMS)
-    lines = (
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(VECTORS).as_posix()}" for path in files
-    )
-    return "".join(f"{line}\n" for line in lines)
+    named = ((path.relative_to(VECTORS).as_posix(), hashlib.sha256(path.read_bytes())) for path in files)
+    return "".join(f"{digest.hexdigest()}  {name}\n" for name, digest in named)
 
 
 def main() -> None:
@@ -33,9 +31,7 @@ def main() -> None:
     before = set(SUMS.read_text(encoding="utf-8").splitlines())
     changed = sorted({line.split("  ")[1] for line in before ^ set(now.splitlines())})
     if changed:
-        sys.exit(
-            f"tests/vectors differs from what was recorded: {', '.join(changed)}; restore it, or record it: --write"
-        )
+        sys.exit(f"tests/vectors is not what was recorded: {', '.join(changed)}; restore, or record with --write")
     print(f"{len(before)} files as recorded")
 
 
