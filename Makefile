@@ -15,6 +15,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(READY)  ## virtual environment, pinned dependencies, cedar itself
+	@:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"cedar needs Python 3.11 or later, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12")'
