@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cedar.checkpoint.names import Part, StoredTensor, stored_tensors, stored_weights
+from cedar.checkpoint.names import Part, StoredTensor, stored_tensors
 from cedar.config.load import load_config
 from cedar.config.model import ModelConfig
 from cedar.errors import FormatError
@@ -122,7 +122,7 @@ class CheckpointFiles:
             self.close()
             stream = self._handles[location.file] = location.file.open("rb", buffering=0)
         stream.seek(location.start + start)
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         while len(view):
             count = stream.readinto(view)
             if not count:
@@ -169,7 +169,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointFiles:
     directory = Path(path)
     config = load_config(directory)
     problems: list[str] = []
-    placed = _placement(directory)
+    placed = placement(directory)
     locations: dict[str, Location] = {}
     lost: set[str] = set()
     for file_name, names in placed.items():
@@ -203,7 +203,9 @@ def inspect_checkpoint(path: str | Path) -> CheckpointFiles:
         for tensor in missing
         if tensor.name not in lost
     )
-    problems.extend(_unexpected(name, locations[name], config, [tensor.name for tensor in missing]) for name in unexpected)
+    problems.extend(
+        _unexpected(name, locations[name], config, [tensor.name for tensor in missing]) for name in unexpected
+    )
     expected = Counter(tensor.part for tensor in table.values())
     return CheckpointFiles(
         directory=directory,
@@ -215,7 +217,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointFiles:
     )
 
 
-def _placement(directory: Path) -> dict[str, set[str]]:
+def placement(directory: Path) -> dict[str, set[str]]:
     """Shard file -> names the index places there; of a single file without index no name is known."""
     index = directory / INDEX_NAME
     if not index.is_file():
@@ -278,12 +280,16 @@ def read_header(file: Path) -> dict[str, Location]:
                 f"{file.name}: {name} has {length} bytes, which {location.dtype} {list(location.shape)} does not fill"
             )
         if location.start != end:
-            raise FormatError(f"{file.name}: {name} does not begin where the tensor before it ends; the header is damaged")
+            raise FormatError(
+                f"{file.name}: {name} does not begin where the tensor before it ends; the header is damaged"
+            )
         end = location.stop
     if end != size:
         cut = [name for name, location in found.items() if location.stop > size]
-        what = f"truncated: {size} bytes, expected {end}; {len(cut)} tensors are cut, first {cut[0]}" if cut else (
-            f"{size} bytes, expected {end}: something was appended"
+        what = (
+            f"truncated: {size} bytes, expected {end}; {len(cut)} tensors are cut, first {cut[0]}"
+            if cut
+            else (f"{size} bytes, expected {end}: something was appended")
         )
         raise FormatError(f"{file.name} is {what}; copy it again" if cut else f"{file.name} has {what}; copy it again")
     return found

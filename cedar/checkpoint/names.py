@@ -85,16 +85,12 @@ class StoredWeight:
         """The tensor that holds the elements."""
         match self.storage:
             case Storage.F32 | Storage.BF16:
-                return StoredTensor(
-                    name=self.name, shape=self.shape, dtype=self.storage.value.upper(), part=self.part
-                )
+                return StoredTensor(name=self.name, shape=self.shape, dtype=self.storage.value.upper(), part=self.part)
             case Storage.FP8 | Storage.FP8_ROWS:
                 return StoredTensor(name=f"{self.name}.weight", shape=self.shape, dtype="F8_E4M3", part=self.part)
             case Storage.FP4:
                 rows, columns = self.shape
-                return StoredTensor(
-                    name=f"{self.name}.weight", shape=(rows, columns // 2), dtype="I8", part=self.part
-                )
+                return StoredTensor(name=f"{self.name}.weight", shape=(rows, columns // 2), dtype="I8", part=self.part)
 
     @property
     def scale(self) -> StoredTensor | None:

@@ -63,16 +63,16 @@ def read_checkpoint(
 
 
 @torch.no_grad()
-def load_weights(
-    model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory"
-) -> None:
+def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory") -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
     Engram tables become packed ones.
     """
     weights = [weight for weight in stored_weights(files.config) if weight.part is Part.TEXT]
     # in file order, so that a disk reads forward
-    weights.sort(key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start))
+    weights.sort(
+        key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start)
+    )
     try:
         for weight in weights:
             if weight.storage is Storage.FP8_ROWS:
