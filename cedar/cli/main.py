@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cedar.cli.commands import app
 from cedar.errors import CedarError
-
-
-def version() -> str:
-    """`0.1.0`, followed by the commit when cedar runs from a git checkout."""
-    number = importlib.metadata.version("cedar-lm")
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / ".git").exists() or shutil.which("git") is None:
-        return number
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    commit = answer.stdout.strip()
-    return f"{number} ({commit})" if answer.returncode == 0 and commit else number
+from cedar.version import version
 
 
 def _print_version(asked: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -63,6 +65,14 @@ def test_the_vocabulary_bounds_the_multipliers() -> None:
     engram = presets.flash().engram
     small = engram_hashes(dataclasses.replace(engram, compressed_vocab_size=2**40))
     assert all(value < 2**24 for entry in small.values() for value in entry.multipliers)
+
+
+def test_another_process_derives_the_same() -> None:
+    """Sets of integers and a seeded draw depend on nothing that differs between processes."""
+    code = "from cedar.config import engram, presets; print(engram.engram_hashes(presets.flash().engram))"
+    environments = ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
+    answers = {subprocess.run([sys.executable, "-c", code], env=e, capture_output=True).stdout for e in environments}
+    assert answers == {f"{engram_hashes(presets.flash().engram)}\n".encode()}
 
 
 @given(st.integers(-10, 10_000))
