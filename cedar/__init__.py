@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"load_config": "cedar.config.load", "SamplingParams": "cedar.engine.request"}
+_HOMES = {
+    "LLM": "cedar.llm",
+    "SamplingParams": "cedar.engine.request",
+    "load_config": "cedar.config.load",
+}
 
-__all__ = ["SamplingParams", "load_config"]
+__all__ = ["LLM", "SamplingParams", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -108,6 +108,11 @@ class ChatParser:
         self._num_parameters = 0
         self._is_text = True
 
+    @property
+    def in_reasoning(self) -> bool:
+        """The text read so far leaves the answer inside its reasoning."""
+        return self._read == self._reasoning
+
     def push(self, text: str) -> list[Delta]:
         """Deltas that `text` decides."""
         self._rest += text
@@ -130,7 +135,7 @@ class ChatParser:
 
     def _say(self, text: str) -> None:
         if text:
-            self._out.append(Delta(reasoning=text) if self._read == self._reasoning else Delta(content=text))
+            self._out.append(Delta(reasoning=text) if self.in_reasoning else Delta(content=text))
 
     def _skip_first_newlines(self) -> None:
         if self._at_start:
@@ -245,20 +250,54 @@ class ChatParser:
 
 
 class AnswerReader:
-    """Token ids of one answer -> deltas: the decoder and the parser in a row."""
+    """Token ids of one answer -> deltas: the decoder and the parser in a row.
+
+    Attributes:
+        reasoning_tokens: Tokens read so far that belong to the reasoning, its closing mark included.
+    """
 
     def __init__(self, tokenizer: Tokenizer, parser: ChatParser) -> None:
         self.parser = parser
+        self.reasoning_tokens = 0
         self._decoder = StreamDecoder(tokenizer)
         self._silent = {tokenizer.special[name] for name in _SILENT if name in tokenizer.special}
 
     def push(self, token_id: int) -> list[Delta]:
         """Deltas that one more token decides."""
+        self.reasoning_tokens += self.parser.in_reasoning
         return [] if token_id in self._silent else self.parser.push(self._decoder.push(token_id))
 
     def finish(self) -> list[Delta]:
         """What was held back; the answer is over."""
         return self.parser.push(self._decoder.finish()) + self.parser.finish()
+
+
+class StopStrings:
+    """Text up to the first stop string, for a continuation that is not a chat.
+
+    Attributes:
+        met: A stop string was met; nothing more comes.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.met = False
+        self._stop = tuple(stop)
+        self._rest = ""
+
+    def push(self, text: str) -> str:
+        """What `text` decides."""
+        if self.met:
+            return ""
+        self._rest += text
+        found = _first(self._rest, self._stop)
+        self.met = found is not None
+        split = found[0] if found else len(self._rest) - _held(self._rest, self._stop, newlines=False)
+        said, self._rest = self._rest[:split], self._rest[split:]
+        return said
+
+    def finish(self) -> str:
+        """What was held back; the text is over."""
+        return "" if self.met else self._rest
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:

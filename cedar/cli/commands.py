@@ -71,3 +71,176 @@ def plan(
     report.print_tables(asked, console)
     if plot is not None:
         print(f"figures: {plot}")
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint folder, or `kernels` for what would run here and why.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """What a checkpoint holds, held against its config; ends with status 1 if something is wrong."""
+    from rich.console import Console
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=120, soft_wrap=True)
+    if target == "kernels":
+        from cedar.kernels.dispatch import ORDER, explain
+
+        for device in ORDER:
+            for op, backend, skipped in explain(device):
+                print(f"{device:5} {op:22} {backend:10} {skipped}".rstrip())
+        return
+    from cedar.checkpoint import report
+    from cedar.checkpoint.files import inspect_checkpoint
+
+    files = inspect_checkpoint(target)
+    if as_json:
+        import json
+
+        answer = report.as_json(files)
+        print(json.dumps(answer, indent=2))
+        sound = answer["sound"]
+    else:
+        sound = report.print_report(files, console)
+    if not sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where to write it; SRC itself is fine.")],
+    shard_size: Annotated[str, typer.Option(metavar="BYTES", help="Largest file, for example 500MB or 4GiB.")] = "4GiB",
+) -> None:
+    """Write a checkpoint anew: checked, config.json in the nested layout, files of another size."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from cedar.checkpoint import report
+    from cedar.checkpoint.files import open_checkpoint, total_bytes
+    from cedar.checkpoint.write import convert_checkpoint
+    from cedar.planner.fit import parse_bytes
+
+    files = open_checkpoint(source)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("convert", total=total_bytes(files))
+        written = convert_checkpoint(
+            files,
+            destination,
+            shard_bytes=parse_bytes(shard_size),
+            progress=lambda num_bytes: progress.advance(task, num_bytes),
+        )
+    report.print_written(written, source, destination, Console())
+
+
+MODEL = typer.Option(metavar="DIR", help="A model directory in the release's format, or `bundled`.")
+TEMPERATURE = typer.Option(min=0, max=2, help="0 always takes the likeliest token; the model's default otherwise.")
+SEED = typer.Option(help="Makes the choice of tokens repeatable.")
+MAX_TOKENS = typer.Option(min=1, help="Longest answer in tokens.")
+CONTEXT = typer.Option(metavar="TOKENS", help="Longest prompt plus answer; the model's limit otherwise.")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input if left out.")] = None,
+    model: Annotated[str, MODEL] = "bundled",
+    max_tokens: Annotated[int, MAX_TOKENS] = 200,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    seed: Annotated[int | None, SEED] = None,
+) -> None:
+    """Continue a text, streamed to standard output."""
+    import sys
+
+    from cedar.errors import RequestError
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise RequestError('there is no prompt: cedar generate "Once upon a time", or text on standard input')
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise RequestError('the prompt is empty: cedar generate "Once upon a time"')
+    from cedar.llm import LLM
+
+    with LLM(model) as llm:
+        print(prompt, end="", flush=True)
+        for piece in llm.stream_generate(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed):
+            print(piece, end="", flush=True)
+        print()
+
+
+@app.command()
+def chat(
+    model: Annotated[str, MODEL] = "bundled",
+    system: Annotated[str | None, typer.Option(help="First message: how the model should behave.")] = None,
+    effort: Annotated[str | None, typer.Option(help="Reasoning effort: none, low, high, max, or 1 to 100.")] = None,
+    max_tokens: Annotated[int | None, MAX_TOKENS] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    seed: Annotated[int | None, SEED] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    from cedar.chat.effort import effort_number
+    from cedar.cli.chat import converse
+    from cedar.llm import LLM
+
+    number = int(effort) if effort is not None and effort.isdecimal() else effort
+    if number is not None:
+        effort_number(number)
+    with LLM(model) as llm:
+        converse(llm, system=system, effort=number, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, MODEL] = "bundled",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its directory otherwise.")] = None,
+    context: Annotated[int | None, CONTEXT] = None,
+    prefill_chunk: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens per step.")] = 256,
+) -> None:
+    """Serve a model over HTTP: the OpenAI chat API, and a page to talk to it."""
+    import asyncio
+    import logging
+    import os
+    import sys
+    import threading
+    import time
+
+    from cedar.config.serve import ServeConfig
+    from cedar.engine.load import open_model, start_engine
+    from cedar.planner.kv import global_bytes_per_token
+    from cedar.server.run import listen, serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    files = open_model(model, name=name)
+    config = ServeConfig(host=host, port=port, max_context=context, prefill_chunk=prefill_chunk)
+    listener = listen(config)
+    began = time.monotonic()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    body = f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
+    print(
+        f"model    {files.name} ({files.path})\n"
+        f"cache    {global_bytes_per_token(files.config):,.0f} bytes a token, "
+        f"context {config.context(files.config):,} tokens\n"
+        f"page     {url}/\n"
+        f"API      {url}/v1\n"
+        f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+        "loading the weights",
+        flush=True,
+    )
+    asyncio.run(
+        serve(
+            files,
+            config,
+            listener,
+            load=lambda: start_engine(files, config),
+            on_ready=lambda: print(f"ready in {time.monotonic() - began:.1f} s; Ctrl-C ends", flush=True),
+        )
+    )
+    print("stopped", flush=True)
+    # a thread deep inside a long native call would hold up the interpreter's end, or crash it
+    if any(thread.name.startswith("cedar-") for thread in threading.enumerate()):
+        os._exit(0)

@@ -12,39 +12,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cedar.config.model import ModelConfig
 from cedar.engine.metrics import Metrics
-from cedar.engine.request import Event, Finished, FinishReason, Handle, Progress, Request, Sequence, Status
+from cedar.engine.request import (
+    DecoderReplay,
+    Event,
+    Finished,
+    FinishReason,
+    Handle,
+    Progress,
+    Request,
+    Sequence,
+    Status,
+    check_room,
+)
 from cedar.engine.sampling import Sampler
 from cedar.errors import RequestError
 
 log = logging.getLogger(__name__)
 
 
-class StateLike(Protocol):
-    """What the engine asks of a sequence's state."""
-
-    def cache_bytes(self) -> int: ...
-
-
 class ModelLike(Protocol):
-    """What the engine asks of a model; `cedar.model.transformer.Transformer` is the one."""
+    """What the engine asks of a model; `cedar.model.transformer.Transformer` is the one. A state is its own affair."""
 
     config: ModelConfig
 
     @property
     def device(self) -> torch.device: ...
 
-    def new_state(self, *, decoder_replay: str = ...) -> StateLike: ...
+    def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
-    def prefill(self, state: StateLike, ids_T: Tensor, *, prompt_tokens: int, last_only: bool) -> Tensor: ...
+    def prefill(self, state: Any, ids_T: Tensor, *, prompt_tokens: int, last_only: bool) -> Tensor: ...
 
-    def decode(self, state: StateLike, ids_T: Tensor) -> Tensor: ...
+    def decode(self, state: Any, ids_T: Tensor) -> Tensor: ...
 
 
 class Engine:
@@ -106,21 +111,12 @@ class Engine:
         Raises:
             RequestError: As `submit`, for what can be known before it queues.
         """
-        num_prompt, wanted = len(request.prompt_ids), request.sampling.max_tokens
-        if not num_prompt:
+        if not request.prompt_ids:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
         vocab_size = self.model.config.vocab_size
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             raise RequestError(f"the prompt holds ids outside the vocabulary of {vocab_size}", param="prompt")
-        room = self.max_context - num_prompt
-        if room < (wanted or 1):
-            raise RequestError(
-                f"the context holds {self.max_context} tokens; the prompt has {num_prompt} and {wanted or 1} more were "
-                f"requested: shorten the prompt or lower max_tokens to {max(room, 0)}",
-                param="messages" if room < 1 else "max_tokens",
-                code="context_length_exceeded",
-            )
-        return min(wanted or room, room)
+        return check_room(len(request.prompt_ids), request.sampling.max_tokens, self.max_context)
 
     def cancel(self, request_id: str) -> None:
         """Let a request go, in whatever phase it is; an unknown or finished id is ignored."""

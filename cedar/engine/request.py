@@ -15,7 +15,7 @@ from cedar.errors import RequestError
 if TYPE_CHECKING:
     from cedar.engine.sampling import Sampler
 
-DecoderReplay = Literal["bounded", "exact", "off"]
+DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -75,6 +75,24 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
+
+
+def check_room(num_prompt: int, wanted: int | None, context: int) -> int:
+    """Tokens that may be generated after a prompt; `wanted` None asks for all there is room for.
+
+    Raises:
+        RequestError: The context does not hold the prompt and what was asked for; the message has all three
+            numbers.
+    """
+    room = context - num_prompt
+    if room < (wanted or 1):
+        raise RequestError(
+            f"the context holds {context} tokens; the prompt has {num_prompt} and {wanted or 1} more were requested: "
+            + ("shorten the prompt" if room < 1 else f"shorten the prompt or lower max_tokens to {room}"),
+            param="messages" if room < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
+    return wanted or room
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""One server process: listen at once, read the weights beside it, end within a second or two when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from cedar.config.serve import ServeConfig
+from cedar.engine.load import ModelFiles
+from cedar.errors import ConfigError
+from cedar.server.app import Service, create_app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they end the process by the signal, with a traceback."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """The listening socket.
+
+    Raises:
+        ConfigError: The address is taken, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port} ({error.strerror or error}): "
+            "try another --port or --host"
+        ) from None
+
+
+async def serve(
+    files: ModelFiles,
+    config: ServeConfig,
+    listener: socket.socket,
+    *,
+    load: Callable[[], Any],
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        load: Reads the weights and starts the engine; runs in a thread of its own.
+        on_ready: Called in the event loop once answers can begin.
+
+    Raises:
+        Exception: Whatever `load` raised; the server has ended then.
+    """
+    service = Service(files, config)
+    server = _Server(
+        uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
+        )
+    )
+    loop = asyncio.get_running_loop()
+    failure: list[Exception] = []
+
+    def stop() -> None:
+        # a second signal waits for nothing
+        server.force_exit = server.should_exit
+        server.should_exit = True
+        service.stop()
+
+    def loaded(engine: Any) -> None:
+        service.ready(engine)
+        service.stop() if server.should_exit else on_ready()
+
+    def failed(error: Exception) -> None:
+        failure.append(error)
+        stop()
+
+    def work() -> None:
+        # the loop is gone if the server was stopped meanwhile
+        with contextlib.suppress(RuntimeError):
+            try:
+                engine = load()
+            except Exception as error:  # whatever it is: the event loop ends the server and raises it again
+                loop.call_soon_threadsafe(failed, error)
+            else:
+                loop.call_soon_threadsafe(loaded, engine)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    threading.Thread(target=work, name="cedar-load", daemon=True).start()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        service.stop()
+    if failure:
+        raise failure[0]

@@ -1,0 +1,150 @@
+"""A random nano with a toy tokenizer in the release's format, and servers over it: in this process and beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cedar.chat.tokenizer import train_tokenizer
+from cedar.checkpoint.write import write_checkpoint
+from cedar.config.presets import nano
+from cedar.config.serve import ServeConfig
+from cedar.engine.load import ModelFiles, open_model, start_engine
+from cedar.model.init import initialise
+from cedar.model.transformer import Transformer
+from cedar.server.app import Service, create_app
+from cedar.server.run import _Server
+
+TEXT = ["Once upon a time there was a small red fox that lived near a river, café, naïve. Room 12 has 34 keys."] * 3
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that says nonsense, thinking off."""
+    directory = tmp_path_factory.mktemp("models") / "nonsense"
+    tokenizer = train_tokenizer(TEXT, 320)
+    config = dataclasses.replace(
+        nano(),
+        vocab_size=320,
+        image_token_id=319,
+        max_position_embeddings=4096,
+        engram=dataclasses.replace(nano().engram, compressed_vocab_size=tokenizer.compressed_map()[1]),
+        draft=dataclasses.replace(nano().draft, noise_token_id=312),
+    )
+    model = Transformer(config)
+    import torch
+
+    with torch.no_grad():
+        initialise(model, seed=3)
+    write_checkpoint(model, directory)
+    tokenizer.save(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"thinking": False, "max_new_tokens": 64}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def files(model_dir: Path) -> ModelFiles:
+    return open_model(model_dir)
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, files: ModelFiles, config: ServeConfig, engine: Any) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.engine = engine
+        self._files, self._config = files, config
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    async def _main(self) -> None:
+        import uvicorn
+
+        self.loop = asyncio.get_running_loop()
+        self.service = Service(self._files, self._config)
+        if self.engine is not None:
+            self.service.ready(self.engine)
+        self.server = _Server(
+            uvicorn.Config(
+                create_app(self.service), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
+        )
+        self.loop.call_later(0.05, self._ready.set)
+        await self.server.serve(sockets=[self.listener])
+
+    def call(self, function: Callable[[], object]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        def end() -> None:
+            self.service.stop()
+            self.server.should_exit = True
+
+        self.call(end)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def server(files: ModelFiles) -> Iterator[Running]:
+    """One server of the real engine for all tests that leave it as it was."""
+    config = ServeConfig(max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
+    running = Running(files, config, start_engine(files, config))
+    yield running
+    running.stop()
+    running.engine.close()
+
+
+class ScriptedEngine:
+    """Says what it is told, when it is told: `events` of (seconds to wait, event)."""
+
+    def __init__(self, events: list[tuple[float, Any]]) -> None:
+        self.events = events
+        self.cancelled = threading.Event()
+        self.metrics = SimpleNamespace(running=0, waiting=0)
+        self.requests: list[Any] = []
+
+    def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
+        from cedar.engine.request import Finished
+
+        self.requests.append(request)
+
+        def say() -> None:
+            for delay, event in self.events:
+                if self.cancelled.wait(delay):
+                    on_event(Finished(reason="cancelled", prompt_tokens=len(request.prompt_ids)))
+                    return
+                on_event(event)
+
+        threading.Thread(target=say, daemon=True).start()
+        return SimpleNamespace(cancel=self.cancelled.set)
+
+    def close(self, timeout_s: float = 0) -> None:
+        self.cancelled.set()
+
+
+@pytest.fixture
+def scripted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, ScriptedEngine]]]:
+    """Builds a server whose engine follows a script."""
+    made: list[Running] = []
+
+    def build(events: list[tuple[float, Any]], **config: Any) -> tuple[Running, ScriptedEngine]:
+        engine = ScriptedEngine(events)
+        made.append(Running(files, ServeConfig(**config), engine))
+        return made[-1], engine
+
+    yield build
+    for running in made:
+        running.stop()
