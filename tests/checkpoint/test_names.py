@@ -107,3 +107,11 @@ def test_published_and_own_names() -> None:
 def test_draft_and_vision_follow_the_config() -> None:
     assert set(count_by_part(presets.nano())) == {Part.TEXT}
     assert set(count_by_part(load_config(VECTORS / "ckpt_a"))) == {Part.TEXT, Part.DRAFT}
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_bytes_agree_with_the_planner(preset: str) -> None:
+    from cedar.planner.memory import checkpoint_bytes
+
+    config = presets.preset(preset)
+    assert sum(tensor.num_bytes for tensor in stored_tensors(config).values()) == checkpoint_bytes(config)
