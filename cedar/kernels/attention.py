@@ -35,7 +35,7 @@ def attention(
     """
     check.shape("attention", "window", window_TWC, query_THC.shape[0], None, query_THC.shape[2])
     check.shape("attention", "sink", sink_H, query_THC.shape[1])
-    run = select("attention", query_THC.device.type, query_THC.requires_grad)
+    run = select("attention", query_THC, window_TWC, *(() if entry_TKC is None else (entry_TKC,)))
     return run(query_THC, window_TWC, window_visible_TW, entry_TKC, entry_visible_TK, sink_H)
 
 
@@ -61,5 +61,5 @@ def masked_attention(
         (None without entries), detached: the teacher of the indexer.
     """
     check.shape("masked_attention", "window", window_BSC, *query_BSHC.shape[:2], query_BSHC.shape[3])
-    run = select("masked_attention", query_BSHC.device.type, query_BSHC.requires_grad)
+    run = select("masked_attention", query_BSHC, window_BSC, sink_H)
     return run(query_BSHC, window_BSC, window_start_BS, entry_BEC, entry_visible_BSE, sink_H, num_window)

@@ -16,6 +16,11 @@ def shape(op: str, name: str, tensor: Tensor, *expected: int | None) -> None:
     cedar.errors.ShapeError: linear: x has shape (2, 3), expected (any, 4)
     """
     actual = tensor.shape
-    if len(actual) != len(expected) or any(e is not None and e != a for e, a in zip(expected, actual, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in expected)
-        raise ShapeError(f"{op}: {name} has shape {tuple(actual)}, expected ({wanted})")
+    if len(actual) == len(expected):
+        for have, want in zip(actual, expected, strict=True):
+            if want is not None and have != want:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ShapeError(f"{op}: {name} has shape {tuple(actual)}, expected ({wanted})")

@@ -22,5 +22,5 @@ def pool_groups(content_ERC: Tensor, gate_ERC: Tensor) -> Tensor:
     Source: architecture.md 4.1.
     """
     check.shape("pool_groups", "gate", gate_ERC, *content_ERC.shape)
-    run = select("pool_groups", content_ERC.device.type, content_ERC.requires_grad)
+    run = select("pool_groups", content_ERC, gate_ERC)
     return run(content_ERC, gate_ERC)

@@ -5,7 +5,6 @@ T rows, I and O channels in and out, R rotated channels.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.kernels import check
@@ -21,7 +20,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         weight_OI: Cast to x's dtype if it differs (float32 master weights of a bfloat16 run).
     """
     check.shape("linear", "weight", weight_OI, None, x_TI.shape[-1])
-    return select("linear", x_TI.device.type, x_TI.requires_grad or weight_OI.requires_grad)(x_TI, weight_OI)
+    return select("linear", x_TI, weight_OI)(x_TI, weight_OI)
 
 
 @row_op(1)
@@ -31,7 +30,7 @@ def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     `eps` 1e-20 of the text model matters: activations near 1e-11 occur (architecture.md 2).
     """
     check.shape("rms_norm", "gain", gain_I, x_TI.shape[-1])
-    return select("rms_norm", x_TI.device.type, x_TI.requires_grad or gain_I.requires_grad)(x_TI, gain_I, eps)
+    return select("rms_norm", x_TI, gain_I)(x_TI, gain_I, eps)
 
 
 @row_op(3)
@@ -45,7 +44,7 @@ def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     Source: architecture.md 3.3.
     """
     check.shape("rotate", "cos", cos_TR, x_THI.shape[0], None)
-    return select("rotate", x_THI.device.type, x_THI.requires_grad)(x_THI, cos_TR, sin_TR)
+    return select("rotate", x_THI)(x_THI, cos_TR, sin_TR)
 
 
 @row_op(2)
@@ -54,4 +53,5 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
 
     Source: architecture.md 5.
     """
-    return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)
+    check.shape("swiglu", "up", up_TI, *gate_TI.shape)
+    return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)

@@ -1,8 +1,8 @@
 """The one rule that picks a kernel, and the mode that makes rows independent of their neighbours.
 
-`select(op, device, needs_grad)`: a forced backend is used or raises `KernelUnavailable` with the reason.
-Otherwise the device's list is walked and the first backend that can is taken; each skip is logged once.
-The reference can always.
+`select(op, *tensors)`: a forced backend is used or raises `KernelUnavailable` with the reason. Otherwise the
+device's list is walked and the first backend that can is taken: it imports, it has a backward if one is needed, the
+sizes are within its stated limits. Each skip but that for size is logged once. The reference can always.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -25,28 +26,32 @@ log = logging.getLogger(__name__)
 
 # op -> the backends that implement it and the family file that holds it: cedar.kernels.<backend>.<family>
 BACKENDS: dict[str, dict[str, str]] = {
-    "attention": {"reference": "attention"},
+    "attention": {"reference": "attention", "cpu": "attention"},
     "masked_attention": {"reference": "attention"},
     "index_scores": {"reference": "indexer"},
     "gathered_index_scores": {"reference": "indexer"},
     "masked_index_scores": {"reference": "indexer"},
     "topk_mask": {"reference": "indexer"},
     "pool_groups": {"reference": "compress"},
-    "route": {"reference": "experts"},
-    "experts": {"reference": "experts", "cuda": "experts"},
-    "mix_coefficients": {"reference": "mhc"},
-    "collapse": {"reference": "mhc"},
-    "expand": {"reference": "mhc"},
+    "route": {"reference": "experts", "cpu": "experts"},
+    "experts": {"reference": "experts", "cpu": "experts", "cuda": "experts"},
+    "mix_coefficients": {"reference": "mhc", "cpu": "mhc"},
+    "collapse": {"reference": "mhc", "cpu": "mhc"},
+    "expand": {"reference": "mhc", "cpu": "mhc"},
     "engram_rows": {"reference": "engram"},
     "engram_gate": {"reference": "engram"},
-    "linear": {"reference": "dense"},
-    "rms_norm": {"reference": "dense"},
-    "rotate": {"reference": "dense"},
+    "linear": {"reference": "dense", "cpu": "dense"},
+    "rms_norm": {"reference": "dense", "cpu": "dense"},
+    "rotate": {"reference": "dense", "cpu": "dense"},
+    "swiglu": {"reference": "dense", "cpu": "dense"},
+    "round_rows": {"reference": "quantize", "cpu": "quantize"},
 }
 # the order in which a device's backends are tried
 ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
 
 ENVIRONMENT_VARIABLE = "CEDAR_KERNELS"
+# read once: select runs some hundred times a token
+_FORCED_BY_ENVIRONMENT = os.environ.get(ENVIRONMENT_VARIABLE) or None
 # rows per call in deterministic mode: f32 `linear` gives a row other bits below 16 rows (serving.md 2.7)
 ROW_BLOCK = 16
 
@@ -61,12 +66,10 @@ def use_kernels(backend: str) -> Iterator[None]:
     `reference` exists for every op.
     """
     token = _forced.set(backend)
-    select.cache_clear()
     try:
         yield
     finally:
         _forced.reset(token)
-        select.cache_clear()
 
 
 @contextmanager
@@ -87,66 +90,76 @@ def is_deterministic() -> bool:
 
 
 def forced_backend() -> str | None:
-    return _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return _forced.get() or _FORCED_BY_ENVIRONMENT
+
+
+def select(op: str, *tensors: Tensor) -> Callable[..., Any]:
+    """The function that runs `op` on these tensors; the first one decides device and size.
+
+    Raises:
+        KernelUnavailable: The forced backend does not exist for this op, cannot run here, or states limits
+            that these tensors pass.
+    """
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    forced = _forced.get() or _FORCED_BY_ENVIRONMENT
+    for backend, function, fits in _choices(op, tensors[0].device.type, needs_grad, forced):
+        if fits is None or fits(op, *tensors):
+            return function
+        if forced is not None:
+            sizes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+            raise KernelUnavailable(f"backend {backend!r} runs {op} only within its limits, got {sizes}")
+    raise KernelUnavailable(f"no backend can run {op} on {tensors[0].device}")
 
 
 @functools.lru_cache(maxsize=256)
-def select(op: str, device: str, needs_grad: bool) -> Callable[..., Any]:
-    """The function that runs `op` here.
-
-    Raises:
-        KernelUnavailable: The forced backend does not exist for this op or cannot run here.
-    """
+def _choices(
+    op: str, device: str, needs_grad: bool, forced: str | None
+) -> tuple[tuple[str, Callable[..., Any], Callable[..., bool] | None], ...]:
+    """The backends that can run `op` here, best first: (name, function, what sizes it takes or None for all)."""
     backends = BACKENDS[op]
-    forced = forced_backend()
-    if forced is not None:
-        if forced not in backends:
-            raise KernelUnavailable(
-                f"backend {forced!r} has no {op}; there are {', '.join(backends)}. "
-                f"Unset {ENVIRONMENT_VARIABLE} or leave use_kernels to let cedar choose"
-            )
-        function, reason = _load(op, forced, device, needs_grad)
-        if function is None:
-            raise KernelUnavailable(f"backend {forced!r} cannot run {op} on {device}: {reason}")
-        return function
-    for backend in ORDER.get(device, ("reference",)):
+    if forced is not None and forced not in backends:
+        raise KernelUnavailable(
+            f"backend {forced!r} has no {op}; there are {', '.join(backends)}. "
+            f"Unset {ENVIRONMENT_VARIABLE} or leave use_kernels to let cedar choose"
+        )
+    choices = []
+    for backend in (forced,) if forced is not None else ORDER.get(device, ("reference",)):
         if backend not in backends:
             continue
-        function, reason = _load(op, backend, device, needs_grad)
-        if function is not None:
-            return function
-        log.info("kernel %s: skipping %s on %s: %s", op, backend, device, reason)
-    raise KernelUnavailable(f"no backend can run {op} on {device}")
+        module, reason = _load(op, backend, device, needs_grad)
+        if module is not None:
+            choices.append((backend, getattr(module, op), getattr(module, "fits", None)))
+        elif forced is not None:
+            raise KernelUnavailable(f"backend {backend!r} cannot run {op} on {device}: {reason}")
+        else:
+            log.info("kernel %s: skipping %s on %s: %s", op, backend, device, reason)
+    return tuple(choices)
 
 
-def _load(op: str, backend: str, device: str, needs_grad: bool) -> tuple[Callable[..., Any] | None, str]:
-    """The backend's function, or None and the reason why it cannot run here."""
+def _load(op: str, backend: str, device: str, needs_grad: bool) -> tuple[ModuleType | None, str]:
+    """The backend's module, or None and the reason why it cannot run here."""
     try:
         module = importlib.import_module(f"cedar.kernels.{backend}.{BACKENDS[op][backend]}")
     except ImportError as error:
         return None, f"it does not import: {error}"
-    reason = getattr(module, "unavailable", _always)(device)
+    reason = module.unavailable(device) if hasattr(module, "unavailable") else ""
     if reason:
         return None, reason
     if needs_grad and op in getattr(module, "FORWARD_ONLY", ()):
         return None, "it has no backward"
-    return getattr(module, op), ""
-
-
-def _always(device: str) -> str:
-    return ""
+    return module, ""
 
 
 def explain(device: str, *, needs_grad: bool = False) -> list[tuple[str, str, str]]:
-    """For each op: (op, backend that would run on `device`, why the ones before it would not)."""
+    """For each op: (op, backend tried first on `device`, why the ones before it cannot)."""
     rows = []
     for op, backends in BACKENDS.items():
         skipped = []
         for backend in ORDER.get(device, ("reference",)):
             if backend not in backends:
                 continue
-            function, reason = _load(op, backend, device, needs_grad)
-            if function is not None:
+            module, reason = _load(op, backend, device, needs_grad)
+            if module is not None:
                 rows.append((op, backend, "; ".join(skipped)))
                 break
             skipped.append(f"{backend}: {reason}")

@@ -23,7 +23,7 @@ def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, of
     Source: engram-dspark-vision-chat.md 1.4.
     """
     check.shape("engram_rows", "multiplier", multiplier_L, compressed_TL.shape[-1])
-    run = select("engram_rows", compressed_TL.device.type, False)
+    run = select("engram_rows", compressed_TL)
     return run(compressed_TL, multiplier_L, prime_K, offset_K)
 
 
@@ -45,5 +45,5 @@ def engram_gate(
     Source: engram-dspark-vision-chat.md 1.6.
     """
     check.shape("engram_gate", "key", key_TND, *streams_TND.shape)
-    run = select("engram_gate", streams_TND.device.type, streams_TND.requires_grad or key_TND.requires_grad)
+    run = select("engram_gate", streams_TND, key_TND, value_TD, query_weight_ND, key_weight_ND)
     return run(streams_TND, key_TND, value_TD, dead_T, query_weight_ND, key_weight_ND, eps)

@@ -5,7 +5,6 @@ T rows, D channels, E experts, K experts a row, I inner channels.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cedar.kernels import check
@@ -27,7 +26,7 @@ def route(
     Source: architecture.md 5.
     """
     check.shape("route", "weight", weight_ED, bias_E.shape[0], u_TD.shape[-1])
-    run = select("route", u_TD.device.type, u_TD.requires_grad or weight_ED.requires_grad)
+    run = select("route", u_TD, weight_ED)
     return run(u_TD, image_T, weight_ED, bias_E, image_bias_E, k, scaling)
 
 
@@ -52,7 +51,5 @@ def experts(
     """
     check.shape("experts", "w1", w1_EID, None, None, u_TD.shape[-1])
     check.shape("experts", "ids", ids_TK, u_TD.shape[0], None)
-    # grouped products take bfloat16 alone; a float32 model keeps its exact loop
-    device = u_TD.device.type if u_TD.dtype == torch.bfloat16 else "any"
-    run = select("experts", device, u_TD.requires_grad or w1_EID.requires_grad)
+    run = select("experts", u_TD, w1_EID, w3_EID, w2_EDI)
     return run(u_TD, ids_TK, weights_TK, w1_EID, w3_EID, w2_EDI, limit, round_inner)

@@ -22,7 +22,7 @@ def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor
     Source: architecture.md 4.3; float32 throughout, the released kernels' bf16 tie pattern is not copied.
     """
     check.shape("index_scores", "key", key_EI, None, query_THI.shape[-1])
-    run = select("index_scores", query_THI.device.type, query_THI.requires_grad or key_EI.requires_grad)
+    run = select("index_scores", query_THI, weight_TH, key_EI)
     if not is_deterministic():
         return run(query_THI, weight_TH, key_EI)
     num_entries = key_EI.shape[0]
@@ -35,9 +35,7 @@ def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor
 def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor) -> Tensor:
     """`index_scores` where each row has keys of its own (the members of its candidate pool): [T, E]."""
     check.shape("gathered_index_scores", "key", key_TEI, query_THI.shape[0], None, query_THI.shape[-1])
-    return select("gathered_index_scores", query_THI.device.type, query_THI.requires_grad)(
-        query_THI, weight_TH, key_TEI
-    )
+    return select("gathered_index_scores", query_THI, weight_TH, key_TEI)(query_THI, weight_TH, key_TEI)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:
@@ -47,7 +45,7 @@ def topk_mask(score_TE: Tensor, k: int) -> Tensor:
     """
     if score_TE.shape[-1] <= k:
         return score_TE > -torch.inf
-    return select("topk_mask", score_TE.device.type, False)(score_TE, k)
+    return select("topk_mask", score_TE)(score_TE, k)
 
 
 def mask_to_index(mask_TE: Tensor, k: int) -> Tensor:
@@ -94,5 +92,5 @@ def candidate_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, to
 def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor) -> Tensor:
     """`index_scores` over whole packs, for training: [B, S, E]."""
     check.shape("masked_index_scores", "key", key_BEI, query_BSHI.shape[0], None, query_BSHI.shape[-1])
-    run = select("masked_index_scores", query_BSHI.device.type, query_BSHI.requires_grad or key_BEI.requires_grad)
+    run = select("masked_index_scores", query_BSHI, weight_BSH, key_BEI)
     return run(query_BSHI, weight_BSH, key_BEI)

@@ -30,7 +30,7 @@ def mix_coefficients(
     """
     num_streams, channels = streams_TND.shape[-2:]
     check.shape("mix_coefficients", "fn", fn, num_streams * (2 + num_streams), num_streams * channels)
-    run = select("mix_coefficients", streams_TND.device.type, streams_TND.requires_grad or fn.requires_grad)
+    run = select("mix_coefficients", streams_TND, fn, scale_3, base)
     return run(streams_TND, fn, scale_3, base, iterations, eps, rms_eps)
 
 
@@ -38,7 +38,7 @@ def mix_coefficients(
 def collapse(streams_TND: Tensor, premix_TN: Tensor) -> Tensor:
     """`sum_i premix_i * stream_i` in float32, in the streams' dtype: [T, D]."""
     check.shape("collapse", "premix", premix_TN, *streams_TND.shape[:2])
-    run = select("collapse", streams_TND.device.type, streams_TND.requires_grad or premix_TN.requires_grad)
+    run = select("collapse", streams_TND, premix_TN)
     return run(streams_TND, premix_TN)
 
 
@@ -46,5 +46,5 @@ def collapse(streams_TND: Tensor, premix_TN: Tensor) -> Tensor:
 def expand(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, mixing_TNN: Tensor) -> Tensor:
     """`new_j = post_j * y + sum_i mixing[i, j] * stream_i`: the sum runs over the source axis."""
     check.shape("expand", "y", y_TD, streams_TND.shape[0], streams_TND.shape[2])
-    run = select("expand", streams_TND.device.type, streams_TND.requires_grad or y_TD.requires_grad)
+    run = select("expand", streams_TND, y_TD, post_TN, mixing_TNN)
     return run(y_TD, streams_TND, post_TN, mixing_TNN)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
-from cedar.formats.qat import fake_quantize
 from cedar.formats.spec import FP4_INDEX
 from cedar.kernels.compress import pool_groups
 from cedar.kernels.dense import rotate
+from cedar.kernels.quantize import round_rows
 from cedar.model.layers import Linear, RMSNorm
 from cedar.model.state import AttentionState, SharedKV
 
@@ -82,7 +82,7 @@ class Indexer(nn.Module):
         query_THI = query_TX.unflatten(-1, (self.num_heads, self.head_dim))
         query_THI = rotate(query_THI, *state.rotation(compressed=True))
         if state.rounding.index:
-            query_THI = fake_quantize(query_THI, FP4_INDEX)
+            query_THI = round_rows(query_THI, FP4_INDEX)
         weight_TH = self.weights_proj(u_TD.detach(), state.rounding)
         return query_THI, weight_TH * (self.head_dim**-0.5 * self.num_heads**-0.5)
 

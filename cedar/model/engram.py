@@ -13,10 +13,9 @@ from cedar.config.engram import EngramHash, engram_hashes
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError
-from cedar.formats.qat import fake_quantize
 from cedar.formats.spec import FP8
 from cedar.kernels import engram as engram_ops
-from cedar.kernels.quantize import dequantize_rows
+from cedar.kernels.quantize import dequantize_rows, round_rows
 from cedar.model.layers import Linear, round_input
 
 
@@ -72,7 +71,7 @@ class EngramTable(nn.Module):
             picked = F.embedding(row_TK, self.weight)
             if rounding.weights:
                 # rounding picked rows equals rounding the table: each row has scales of its own
-                picked = fake_quantize(picked, FP8)
+                picked = round_rows(picked, FP8)
             return picked.to(dtype).flatten(1)
         assert self.codes is not None and self.scales is not None
         where = row_TK.to(self.codes.device)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from cedar.config.rounding import Rounding
-from cedar.formats import fp8
-from cedar.formats.qat import fake_quantize
+from cedar.formats.qat import fake_quantize_tiles
 from cedar.formats.spec import FP4_INDEX, FP8
 from cedar.kernels import dense
+from cedar.kernels.quantize import round_rows
 
 # how a weight lies on disk: fp8 in 32x32 tiles, fp4 (MXFP4) in groups of 32 along its input, bf16, f32
 Storage = Literal["fp8", "fp4", "bf16", "f32"]
@@ -22,18 +22,15 @@ def rounded_weight(weight: Tensor, storage: Storage) -> Tensor:
     if storage == "f32":
         return weight
     if storage == "fp4":
-        return fake_quantize(weight, FP4_INDEX)
-    with torch.no_grad():
-        if storage == "bf16":
-            stored = weight.to(torch.bfloat16).to(weight.dtype)
-        else:
-            stored = fp8.dequantize_tiles(*fp8.quantize_tiles(weight), weight.dtype)
-    return weight + (stored - weight).detach()
+        return round_rows(weight, FP4_INDEX)
+    if storage == "fp8":
+        return fake_quantize_tiles(weight)
+    return weight + (weight.to(torch.bfloat16).to(weight.dtype) - weight).detach()
 
 
 def round_input(x: Tensor, rounding: Rounding) -> Tensor:
     """`x` as an FP8 linear sees it: rounded per 32 channels, once for all linears that read it."""
-    return fake_quantize(x, FP8) if rounding.activations else x
+    return round_rows(x, FP8) if rounding.activations else x
 
 
 class Linear(nn.Module):

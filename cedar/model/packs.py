@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
-from cedar.formats.qat import fake_quantize
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
+from cedar.kernels.quantize import round_rows
 from cedar.model.rope import Rope
 from cedar.model.select import Keys, gather_rows, select_rows, sliding
 from cedar.model.state import IndexGroup, RouterStats, SelectionRule, SharedKV
@@ -72,7 +72,7 @@ class PackState:
         return self._rotations[compressed]
 
     def write_window(self, layer: int, kv_TC: Tensor) -> None:
-        kv_TC = fake_quantize(kv_TC, FP8) if self.rounding.window_kv else kv_TC
+        kv_TC = round_rows(kv_TC, FP8) if self.rounding.window_kv else kv_TC
         self._window_BSC = kv_TC.view(*self.segment_start_BS.shape, -1)
 
     def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,8 +88,8 @@ class PackState:
         return pairs(content_TC), pairs(gate_TC), first_E
 
     def write_entries(self, layer: int, main_EC: Tensor, key_EI: Tensor) -> None:
-        main_EC = fake_quantize(main_EC, FP4_MAIN) if self.rounding.main_kv else main_EC
-        key_EI = fake_quantize(key_EI, FP4_INDEX) if self.rounding.index else key_EI
+        main_EC = round_rows(main_EC, FP4_MAIN) if self.rounding.main_kv else main_EC
+        key_EI = round_rows(key_EI, FP4_INDEX) if self.rounding.index else key_EI
         num_packs = self.segment_start_BS.shape[0]
         per_pack = main_EC.shape[0] // num_packs
         self._entries[layer] = (

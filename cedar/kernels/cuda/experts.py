@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.formats.qat import fake_quantize
 from cedar.formats.spec import FP8
 from cedar.kernels.dense import swiglu
+from cedar.kernels.quantize import round_rows
 
 
 def unavailable(device: str) -> str:
@@ -16,6 +16,11 @@ def unavailable(device: str) -> str:
     if device != "cuda":
         return "grouped products run on CUDA"
     return "" if hasattr(F, "grouped_mm") else "this torch has no grouped_mm"
+
+
+def fits(op: str, u_TD: Tensor, *weights: Tensor) -> bool:
+    """Grouped products take bfloat16 alone; a float32 model keeps its exact loop."""
+    return u_TD.dtype == torch.bfloat16
 
 
 def experts(
@@ -37,7 +42,7 @@ def experts(
     up = _grouped(x, w3_EID, end_E)
     inner = (swiglu(gate, up, limit) * weights_TK.flatten()[order].unsqueeze(-1)).to(u_TD.dtype)
     if round_inner:
-        inner = fake_quantize(inner, FP8)
+        inner = round_rows(inner, FP8)
     output = _grouped(inner, w2_EDI, end_E).float()
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     return output[back].view(num_rows, num_chosen, -1).sum(1)

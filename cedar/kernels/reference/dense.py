@@ -26,3 +26,7 @@ def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         [even_THR * cos_T1R - odd_THR * sin_T1R, even_THR * sin_T1R + odd_THR * cos_T1R], dim=-1
     )
     return torch.cat([still_THS, turned_THR2.flatten(-2).to(x_THI.dtype)], dim=-1)
+
+
+def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
+    return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.formats.qat import fake_quantize
 from cedar.formats.spec import FP8
 from cedar.kernels.dense import linear, swiglu
+from cedar.kernels.quantize import round_rows
 
 
 def route(
@@ -46,6 +46,6 @@ def experts(
         inner = swiglu(linear(x, w1_EID[expert]), linear(x, w3_EID[expert]), limit) * weights_TK[row, slot].unsqueeze(-1)
         inner = inner.to(u_TD.dtype)
         if round_inner:
-            inner = fake_quantize(inner, FP8)
+            inner = round_rows(inner, FP8)
         output_TD = output_TD.index_add(0, row, linear(inner, w2_EDI[expert]).float())
     return output_TD
