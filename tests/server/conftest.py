@@ -108,7 +108,10 @@ def server(files: ModelFiles) -> Iterator[Running]:
 
 
 class ScriptedEngine:
-    """Says what it is told, when it is told: `events` of (seconds to wait, event)."""
+    """Says what it is told, when it is told: `events` of (seconds to wait, event).
+
+    `cancelled` belongs to the latest request.
+    """
 
     def __init__(self, events: list[tuple[float, Any]]) -> None:
         self.events = events
@@ -119,17 +122,18 @@ class ScriptedEngine:
     def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
         from cedar.engine.request import Finished
 
+        cancelled = self.cancelled = threading.Event()
         self.requests.append(request)
 
         def say() -> None:
             for delay, event in self.events:
-                if self.cancelled.wait(delay):
+                if cancelled.wait(delay):
                     on_event(Finished(reason="cancelled", prompt_tokens=len(request.prompt_ids)))
                     return
                 on_event(event)
 
         threading.Thread(target=say, daemon=True).start()
-        return SimpleNamespace(cancel=self.cancelled.set)
+        return SimpleNamespace(cancel=cancelled.set)
 
     def close(self, timeout_s: float = 0) -> None:
         self.cancelled.set()
