@@ -1,10 +1,13 @@
 # cedar. `make serve` and `make test` need nothing but Python 3.11+ (and gcc, where there is one).
-PYTHON ?= python3
+# the first Python on the path that is new enough
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PORT   ?= 8123
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 READY  := $(VENV)/.ready
+BUILT  := $(VENV)/.built
 # tests that need no model: seconds, whatever the machine
 SECONDS_TIER := tests/cli tests/config tests/planner tests/formats tests/test_architecture_doc.py tests/test_imports.py tests/test_numbers.py
 
@@ -14,18 +17,22 @@ SECONDS_TIER := tests/cli tests/config tests/planner tests/formats tests/test_ar
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-setup: $(READY)  ## virtual environment, pinned dependencies, cedar itself
+setup: $(BUILT)  ## virtual environment, pinned dependencies, cedar itself, compiled kernels
 	@:
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"cedar needs Python 3.11 or later, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12")'
+	@test -n "$(PYTHON)" || { echo "cedar needs Python 3.11 or later: none is on the path"; exit 1; }
 	@test -x $(BIN)/pip || { echo "setup: virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "setup: torch (the large one)"
 	@$(PIP) install -c constraints.txt torch
 	@echo "setup: cedar and the rest"
 	@$(PIP) install -c constraints.txt -e '.[test,lint,plot]'
 	@touch $@
-	@echo "setup: ready"
+
+# without a C compiler this says so and cedar runs on plain torch
+$(BUILT): $(READY) $(wildcard cedar/kernels/cpu/native.*)
+	@$(BIN)/python -m cedar.kernels.cpu.native
+	@touch $@
 
 serve: setup  ## the server and its chat page, on PORT (8123)
 	@$(BIN)/cedar serve --port $(PORT)
