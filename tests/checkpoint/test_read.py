@@ -362,7 +362,7 @@ def measure(directory: Path, engram: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 100 MB of shards: 80 MB of weights that fill 320 MB as float32, and 130 MB of Engram tables."""
+    """Shards of 200 MB: weights that fill 400 MB as float32, and 140 MB of Engram tables, which stay as they are."""
     from cedar.checkpoint.write import write_checkpoint
     from cedar.config.load import override
 

@@ -17,7 +17,7 @@ from cedar.checkpoint.names import Part, Storage, stored_weights
 from cedar.checkpoint.read import owner, read_checkpoint, target
 from cedar.checkpoint.write import convert_checkpoint, write_checkpoint
 from cedar.config import presets
-from cedar.config.load import load_config
+from cedar.config.load import load_config, override
 from cedar.errors import CapacityError, FormatError
 from cedar.formats import fp4, fp8
 from cedar.model.engram import EngramTable
@@ -35,9 +35,14 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
+TINY = override(
+    presets.nano(), ["hidden_size=64", "moe.num_routed_experts=2", "moe.inner_size=32", "engram.vocab_size=101"]
+)
+
+
 def trained(seed: int = 0) -> Transformer:
-    """A nano whose weights are those of no storage format."""
-    model = Transformer(presets.nano())
+    """A small model whose weights are those of no storage format."""
+    model = Transformer(TINY)
     initialise(model, seed)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -81,7 +86,7 @@ def test_scales_that_are_not_canonical_come_back(raw: RawCheckpoint, tmp_path: P
     assert RawCheckpoint.load(tmp_path / "again").tensors == raw.tensors
 
 
-@pytest.mark.parametrize("preset", ["nano", "micro"])
+@pytest.mark.parametrize("preset", ["micro"])
 def test_write_read_write_gives_identical_files(preset: str, tmp_path: Path) -> None:
     model = Transformer(presets.preset(preset))
     initialise(model, 5)
@@ -149,7 +154,7 @@ def test_a_weight_trained_after_loading_gets_new_scales(tmp_path: Path) -> None:
 
 
 def test_files_are_read_by_the_safetensors_library_and_aligned(tmp_path: Path) -> None:
-    written = write_checkpoint(trained(), tmp_path / "out", shard_bytes=1 << 20)
+    written = write_checkpoint(trained(), tmp_path / "out", shard_bytes=100_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == written.num_bytes
     assert set(index["weight_map"].values()) == set(written.shards)
@@ -163,10 +168,10 @@ def test_files_are_read_by_the_safetensors_library_and_aligned(tmp_path: Path) -
         assert location.start % {"F32": 4, "BF16": 2}.get(location.dtype, 1) == 0
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 200_000, 1 << 40])
+@pytest.mark.parametrize("shard_bytes", [1, 50_000, 1 << 40])
 def test_shards_keep_to_their_size(tmp_path: Path, shard_bytes: int) -> None:
     written = write_checkpoint(trained(), tmp_path / "out", shard_bytes=shard_bytes)
-    weights = stored_weights(presets.nano())
+    weights = stored_weights(TINY)
     largest = max(sum(tensor.num_bytes for tensor in weight.tensors) for weight in weights)
     assert len(written.shards) == (
         1 if shard_bytes == 1 << 40 else len(weights) if shard_bytes == 1 else len(written.shards)
@@ -184,16 +189,15 @@ def test_companion_files_are_copied(tmp_path: Path) -> None:
     assert "tokenizer.json" in written.files
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("parameter", "dtype"),
+    ("parameter", "dtype", "poison"),
     [
-        ("layers.3.attn.wkv.weight", "F8_E4M3"),
-        ("layers.2.ffn.experts.w2", "I8"),
-        ("layers.1.engram.embed.weight", "F8_E4M3"),
-        ("layers.0.hc_attn.fn", "F32"),
-        ("norm.weight", "BF16"),
-        ("layers.4.ffn.gate.bias", "F32"),
+        ("layers.3.attn.wkv.weight", "F8_E4M3", float("nan")),
+        ("layers.2.ffn.experts.w2", "I8", float("inf")),
+        ("layers.1.engram.embed.weight", "F8_E4M3", float("nan")),
+        ("layers.0.hc_attn.fn", "F32", float("inf")),
+        ("norm.weight", "BF16", float("nan")),
+        ("layers.4.ffn.gate.bias", "F32", -float("inf")),
     ],
 )
 def test_a_weight_that_is_not_finite_is_named_and_nothing_changes(
@@ -219,12 +223,11 @@ def test_a_bfloat16_overflow_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("after", [0, 5, 300])
+@pytest.mark.parametrize(("error", "after"), [(errno.ENOSPC, 0), (errno.EDQUOT, 5), (errno.ENOSPC, 100)])
 def test_a_full_disk_is_told_and_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, after: int
 ) -> None:
-    write_checkpoint(trained(), tmp_path / "out", shard_bytes=1 << 20)
+    write_checkpoint(trained(), tmp_path / "out", shard_bytes=100_000)
     before = digests(tmp_path / "out")
     synced = write._write_synced
     calls = 0
@@ -259,7 +262,7 @@ def test_a_disk_too_small_is_told_before_writing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_smaller_checkpoint_removes_the_shards_of_the_larger(tmp_path: Path) -> None:
-    write_checkpoint(trained(), tmp_path / "out", shard_bytes=200_000)
+    write_checkpoint(trained(), tmp_path / "out", shard_bytes=50_000)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     write_checkpoint(trained(seed=1), tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
@@ -268,7 +271,7 @@ def test_a_smaller_checkpoint_removes_the_shards_of_the_larger(tmp_path: Path) -
 
 
 def test_a_crash_while_files_are_moved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(trained(), tmp_path / "out", shard_bytes=1 << 20)
+    write_checkpoint(trained(), tmp_path / "out", shard_bytes=100_000)
     replace = write.os.replace
     moved = []
 
@@ -280,7 +283,7 @@ def test_a_crash_while_files_are_moved_is_noticed(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(write.os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
-        write_checkpoint(trained(seed=1), tmp_path / "out", shard_bytes=1 << 20)
+        write_checkpoint(trained(seed=1), tmp_path / "out", shard_bytes=100_000)
     # old and new shards together would load without a word
     with pytest.raises(FormatError, match="but no index"):
         read_checkpoint(tmp_path / "out")
