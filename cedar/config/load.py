@@ -301,6 +301,11 @@ def _typed(path: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{path} is {value!r}, expected a list")
         return tuple(_typed(f"{path}[{i}]", item, element) for i, item in enumerate(value))
+    if typing.get_origin(hint) is dict:
+        element = typing.get_args(hint)[1]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} is {value!r}, expected a table of name = value")
+        return {str(name): _typed(f"{path}.{name}", item, element) for name, item in value.items()}
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):
             raise ConfigError(f"{path} is {value!r}, expected one of {', '.join(map(repr, typing.get_args(hint)))}")
@@ -335,6 +340,8 @@ def _from_nested(values: Mapping[str, Any]) -> ModelConfig:
         fields[name] = _take("", values, name)
     if values.get("vision_config") is not None:
         vision = values["vision_config"]
+        if not isinstance(vision, dict):
+            raise ConfigError(f"vision_config is a {type(vision).__name__}, expected an object")
         _reject_unknown("vision_config.", vision, {name for name, _ in _VISION_KEYS.values()} | set(_FIXED_VISION))
         _check_fixed("vision_config.", vision, _FIXED_VISION)
         for path, (name, _) in _VISION_KEYS.items():
