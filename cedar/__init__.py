@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+
+# OpenMP reads this once, when torch is first imported. Threads that spin while they wait for each other cost a
+# small model up to a hundred times its own time as soon as anything else wants the cores (docs/serving.md)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     "LLM": "cedar.llm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
@@ -11,6 +12,9 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+
+# as cedar/__init__.py does, for test files that import torch before cedar
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
