@@ -22,8 +22,8 @@ _INDEX_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 _MAIN_AMAX_FLOOR = E2M1_MAX * 2.0**-9
 _MAIN_AMAX_CEILING = E2M1_MAX * fp8.E4M3_MAX
 # constants as tensors, as in `fp8`
-_E2M1_MAX = torch.tensor(E2M1_MAX, dtype=torch.float32)
-_INVERSE_E2M1_MAX = torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32)
+_E2M1_MAX = torch.tensor(E2M1_MAX, dtype=torch.float32, device="cpu")
+_INVERSE_E2M1_MAX = torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device="cpu")
 # 1.5 * 2**22: added to 2**e it has an ulp of 2**(e - 1), the step of E2M1 in that binade
 _E2M1_SHIFTER = 1.5 * 2**22
 _E2M1_MIN_EXPONENT_BITS = 127 << 23
@@ -34,8 +34,8 @@ def _pair_table(device: torch.device) -> Tensor:
     """`[256]` int64: per byte the two float32 values, even channel first, as one word."""
     # a table first asked for while serving must also serve a later training step
     with torch.inference_mode(False):
-        nibble = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32)
-        byte = torch.arange(256)
+        nibble = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device="cpu")
+        byte = torch.arange(256, device="cpu")
         return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1).view(torch.int64).flatten().to(device)
 
 

@@ -19,11 +19,11 @@ E4M3_MAX = 448.0
 # below this the scale stops shrinking (architecture.md 4.4)
 _FP8_AMAX_FLOOR = 1e-4
 # constants as tensors: torch wraps a Python number anew at each call, which costs as much as the operation
-_INVERSE_E4M3_MAX = torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32)
-_EXPONENT_MASK = torch.tensor(0x7F800000, dtype=torch.int32)
-_MANTISSA_MASK = torch.tensor(0x007FFFFF, dtype=torch.int32)
-_MANTISSA_BITS = torch.tensor(23, dtype=torch.int32)
-_INFINITY = torch.tensor(float("inf"), dtype=torch.float32)
+_INVERSE_E4M3_MAX = torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32, device="cpu")
+_EXPONENT_MASK = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
+_MANTISSA_MASK = torch.tensor(0x007FFFFF, dtype=torch.int32, device="cpu")
+_MANTISSA_BITS = torch.tensor(23, dtype=torch.int32, device="cpu")
+_INFINITY = torch.tensor(float("inf"), dtype=torch.float32, device="cpu")
 # 1.5 * 2**20: added to 2**e it has an ulp of 2**(e - 3), the step of E4M3 in that binade
 _E4M3_SHIFTER = 1.5 * 2**20
 _E4M3_MIN_EXPONENT_BITS = (127 - 6) << 23

@@ -1,5 +1,8 @@
 """Fake quantization equals storing and reading back, and lets the gradient through unharmed."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -106,3 +109,16 @@ def test_tables_made_while_serving_serve_training() -> None:
     weight = torch.ones(4, requires_grad=True)
     (fp8.decode_e4m3(torch.full((4,), 0x38, dtype=torch.uint8)) * weight).sum().backward()
     assert weight.grad.tolist() == [1.0] * 4
+
+
+def test_constants_stay_on_the_cpu_whatever_the_default_device() -> None:
+    code = (
+        "import torch\n"
+        "with torch.device('meta'):\n"
+        "    from cedar.formats import fp4, qat, spec\n"
+        "    y = fp4.dequantize_fp4_index(*fp4.quantize_fp4_index(torch.ones(32, device='cpu') * 6))\n"
+        "assert y.tolist() == [6.0] * 32\n"
+        "assert qat.fake_quantize(y, spec.FP4_MAIN).tolist() == [6.0] * 32\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
