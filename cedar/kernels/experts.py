@@ -30,6 +30,7 @@ def route(
     return run(u_TD, image_T, weight_ED, bias_E, image_bias_E, k, scaling)
 
 
+@row_op(3)
 def experts(
     u_TD: Tensor,
     ids_TK: Tensor,
