@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 READY  := $(VENV)/.ready
 BUILT  := $(VENV)/.built
 # tests that need no model: seconds, whatever the machine
-SECONDS_TIER := tests/cli tests/config tests/planner tests/formats tests/test_architecture_doc.py tests/test_imports.py tests/test_numbers.py
+SECONDS_TIER := tests/cli/test_main.py tests/config tests/planner tests/formats tests/test_architecture_doc.py tests/test_imports.py tests/test_numbers.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci

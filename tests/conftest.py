@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import random
 import sys
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -64,3 +67,34 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = sys.modules["torch"]
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A nano with random weights and a toy tokenizer, in the release's format: it answers nonsense, thinking off."""
+    import torch
+
+    from cedar.chat.tokenizer import train_tokenizer
+    from cedar.checkpoint.write import write_checkpoint
+    from cedar.config.presets import nano
+    from cedar.model.init import initialise
+    from cedar.model.transformer import Transformer
+
+    directory = tmp_path_factory.mktemp("models") / "nonsense"
+    text = "Once upon a time there was a small red fox that lived near a river, café, naïve. Room 12 has 34 keys."
+    tokenizer = train_tokenizer([text] * 3, 320)
+    config = dataclasses.replace(
+        nano(),
+        vocab_size=320,
+        image_token_id=319,
+        max_position_embeddings=4096,
+        engram=dataclasses.replace(nano().engram, compressed_vocab_size=tokenizer.compressed_map()[1]),
+        draft=dataclasses.replace(nano().draft, noise_token_id=312),
+    )
+    model = Transformer(config)
+    with torch.no_grad():
+        initialise(model, seed=3)
+    write_checkpoint(model, directory)
+    tokenizer.save(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"thinking": False, "max_new_tokens": 64}))
+    return directory

@@ -206,7 +206,6 @@ def serve(
     import logging
     import os
     import sys
-    import threading
     import time
 
     from cedar.config.serve import ServeConfig
@@ -223,7 +222,7 @@ def serve(
     body = f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
     print(
         f"model    {files.name} ({files.path})\n"
-        f"cache    {global_bytes_per_token(files.config):,.0f} bytes a token, "
+        f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
         f"context {config.context(files.config):,} tokens\n"
         f"page     {url}/\n"
         f"API      {url}/v1\n"
@@ -241,6 +240,6 @@ def serve(
         )
     )
     print("stopped", flush=True)
-    # a thread deep inside a long native call would hold up the interpreter's end, or crash it
-    if any(thread.name.startswith("cedar-") for thread in threading.enumerate()):
-        os._exit(0)
+    # taking torch apart takes a second, and a thread deep inside a native call would hold it up for longer
+    logging.shutdown()
+    os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -59,6 +60,8 @@ async def serve(
     Raises:
         Exception: Whatever `load` raised; the server has ended then.
     """
+    # its news of starting and stopping would repeat ours
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     service = Service(files, config)
     server = _Server(
         uvicorn.Config(

@@ -1,10 +1,8 @@
-"""A random nano with a toy tokenizer in the release's format, and servers over it: in this process and beside it."""
+"""Servers in this process: one over a random nano, and one whose engine follows a script."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,41 +12,10 @@ from typing import Any
 
 import pytest
 
-from cedar.chat.tokenizer import train_tokenizer
-from cedar.checkpoint.write import write_checkpoint
-from cedar.config.presets import nano
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
-from cedar.model.init import initialise
-from cedar.model.transformer import Transformer
 from cedar.server.app import Service, create_app
 from cedar.server.run import _Server
-
-TEXT = ["Once upon a time there was a small red fox that lived near a river, café, naïve. Room 12 has 34 keys."] * 3
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that says nonsense, thinking off."""
-    directory = tmp_path_factory.mktemp("models") / "nonsense"
-    tokenizer = train_tokenizer(TEXT, 320)
-    config = dataclasses.replace(
-        nano(),
-        vocab_size=320,
-        image_token_id=319,
-        max_position_embeddings=4096,
-        engram=dataclasses.replace(nano().engram, compressed_vocab_size=tokenizer.compressed_map()[1]),
-        draft=dataclasses.replace(nano().draft, noise_token_id=312),
-    )
-    model = Transformer(config)
-    import torch
-
-    with torch.no_grad():
-        initialise(model, seed=3)
-    write_checkpoint(model, directory)
-    tokenizer.save(directory)
-    (directory / "generation_config.json").write_text(json.dumps({"thinking": False, "max_new_tokens": 64}))
-    return directory
 
 
 @pytest.fixture(scope="session")
