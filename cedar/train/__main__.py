@@ -1,0 +1,85 @@
+"""`python -m cedar.train`: the training commands with nothing but torch, numpy, safetensors and tokenizers.
+
+For a machine that has a GPU and little else; `cedar train` and `cedar eval` call the same functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cedar.errors import CedarError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cedar.train", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="train, or go on with, a run")
+    run.add_argument("recipe", type=Path, help="a TOML recipe, recipes/micro.toml for example")
+    run.add_argument("--run", type=Path, required=True, help="folder of the run")
+    run.add_argument("--data", help="prepared data folder, instead of the recipe's")
+    run.add_argument("--device", choices=("cpu", "cuda"))
+    run.add_argument("--minutes", type=float, help="time budget of the whole run, over all commands")
+    run.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
+    run.add_argument("--from", dest="start_from", type=Path, help="folder of weight shards to begin from")
+    run.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
+    run.add_argument("--profile", type=int, default=0, metavar="STEPS", help="only time so many steps, and where")
+
+    pack = commands.add_parser("pack", help="collect what a run made into a few files")
+    pack.add_argument("--run", type=Path, required=True)
+    pack.add_argument("--out", type=Path, required=True)
+
+    recall = commands.add_parser("recall", help="recall far back in the context, and its random control")
+    recall.add_argument("model", type=Path)
+    recall.add_argument("--length", type=int)
+    recall.add_argument("--documents", type=int, default=32)
+    recall.add_argument("--questions", type=int, default=8)
+    recall.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 2 with a message on what the user can cause."""
+    given = _parser().parse_args(arguments)
+    # the loader's workers are forked, and the tokenizer's threads do not survive that
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from cedar.config.train import load_train_config
+    from cedar.train import run as runs
+
+    try:
+        if given.command == "run":
+            changes = [*given.changes, *([f'data.folder="{given.data}"'] if given.data else [])]
+            config = load_train_config(given.recipe, changes)
+            if given.profile:
+                print(runs.profile(config, device=given.device, steps=given.profile), flush=True)
+                return 0
+            runs.train(
+                config,
+                given.run,
+                device=given.device,
+                minutes=given.minutes,
+                stop_after=given.stop_after,
+                start_from=given.start_from,
+                report=lambda line: print(line, flush=True),
+            )
+        elif given.command == "pack":
+            for file in runs.pack(given.run, given.out):
+                print(f"{file} {file.stat().st_size:,} bytes")
+        else:
+            result = runs.evaluate_recall(
+                given.model, length=given.length, count=given.documents, questions=given.questions, seed=given.seed
+            )
+            print(json.dumps(result, indent=1))
+    except CedarError as error:
+        print(f"cedar.train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,455 @@
+"""Whole runs: prepare a folder of data, train from a recipe, export what came out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cedar.chat.encode import Conversation, Message, Special, render
+from cedar.chat.tokenizer import Tokenizer, train_tokenizer
+from cedar.checkpoint.read import read_checkpoint
+from cedar.checkpoint.resume import load_newest, load_weights, save_weights
+from cedar.checkpoint.write import write_checkpoint
+from cedar.config.load import override
+from cedar.config.model import ModelConfig
+from cedar.config.presets import preset
+from cedar.config.train import TrainConfig, train_config_from_dict, train_config_to_dict
+from cedar.errors import ConfigError, FormatError
+from cedar.model.init import initialise
+from cedar.model.transformer import Transformer
+from cedar.train import evaluate
+from cedar.train.corpus import Corpus, make_tokenizer, read_documents, take_texts, write_chats, write_texts
+from cedar.train.data import Batch, Batches, load_corpora
+from cedar.train.loop import Clock, Trainer
+from cedar.train.tasks import sample_text
+
+_MODEL_FOLDER = "model"
+
+
+def prepare(
+    out: str | Path,
+    *,
+    texts: str | Path | None,
+    chats: str | Path | None = None,
+    vocab_size: int = 1024,
+    order: str | Path | None = None,
+    max_characters: int | None = None,
+    chat_sources: Sequence[str] = (),
+    max_chat_tokens: int = 512,
+    tokenizer: Tokenizer | None = None,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Make a data folder: tokenizer.json, `stories/train|validation`, `instruct/train|validation`.
+
+    Args:
+        texts: Folder of JSON lines with `text`; files whose name begins with `validation` are held out.
+        chats: The same with `messages`.
+        order: Ids in the order in which training texts are taken (a table will do), up to `max_characters`.
+        chat_sources: Take chats of these sources alone.
+        tokenizer: Use this one instead of training one on the texts.
+
+    Raises:
+        FormatError: Text that cannot be read; the message names file and line.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    train_texts: list[str] = []
+    if texts is not None:
+        documents = _documents(Path(texts), "train")
+        train_texts = list(take_texts(documents, order=_path(order), max_characters=max_characters))
+    if tokenizer is None:
+        # the start of each text, so that no single author shapes the vocabulary, and the tasks' own words
+        share = max(1, 8_000_000 // max(1, len(train_texts)))
+        pieces = [text[:share] for text in train_texts]
+        tokenizer = make_tokenizer([sample_text(1, 4000), *_chat_texts(chats, chat_sources), *pieces], vocab_size)
+    tokenizer.save(out)
+    infos: dict[str, Any] = {}
+    if texts is not None:
+        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=str(texts))
+        held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
+        infos["stories/validation"] = write_texts(
+            held_out, out / "stories" / "validation", tokenizer, source=f"{texts} (validation)"
+        )
+    if chats is not None:
+        render_chat = _chat_renderer(tokenizer)
+        for split in ("train", "validation"):
+            wanted = (d for d in _documents(Path(chats), split) if not chat_sources or d.get("source") in chat_sources)
+            infos[f"instruct/{split}"] = write_chats(
+                wanted,
+                out / "instruct" / split,
+                tokenizer,
+                render=render_chat,
+                max_tokens=max_chat_tokens,
+                source=str(chats),
+            )
+    for name, info in infos.items():
+        report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
+    return infos
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _documents(folder: Path, split: str) -> Any:
+    """Objects of the files of one split; a folder without split names is all training data."""
+    files = sorted(folder.glob("*.jsonl*")) if folder.is_dir() else [folder]
+    named = [file for file in files if file.name.startswith("validation")]
+    chosen = named if split == "validation" else [file for file in files if file not in named]
+    if not chosen:
+        raise FormatError(
+            f"no {split} files in {folder}: expected {split}-*.jsonl or {split}-*.jsonl.zst beside the others"
+        )
+    return (document for file in chosen for document in read_documents(file))
+
+
+def _chat_texts(chats: str | Path | None, sources: Sequence[str]) -> list[str]:
+    """What chats say, for the tokenizer, at most a million characters."""
+    texts: list[str] = []
+    size = 0
+    for document in _documents(Path(chats), "train") if chats is not None else ():
+        if sources and document.get("source") not in sources:
+            continue
+        text = "\n".join(str(message.get("content", "")) for message in document.get("messages", ()))
+        texts.append(text)
+        size += len(text)
+        if size > 1_000_000:
+            break
+    return texts
+
+
+def _chat_renderer(tokenizer: Tokenizer) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
+    """Chats as the server renders them, thinking off; what an assistant turn says and its end are learnt."""
+
+    def run(document: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        messages = document.get("messages")
+        if not isinstance(messages, list) or document.get("tools"):
+            # tool calls need more vocabulary than a small model has
+            return [], []
+        ids: list[int] = []
+        learn: list[bool] = []
+        for number, message in enumerate(messages):
+            if message.get("role") not in ("system", "user", "assistant"):
+                return [], []
+            before = _render(tokenizer, messages[:number], header=message["role"] == "assistant")
+            after = _render(tokenizer, messages[: number + 1], header=False)
+            if before != after[: len(before)]:
+                # a turn that changes how earlier ones are rendered cannot be cut into prompt and answer
+                return [], []
+            ids, learn = after, learn + [False] * (len(before) - len(learn))
+            learn += [message["role"] == "assistant"] * (len(after) - len(before))
+        return ids, learn
+
+    return run
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], *, header: bool) -> list[int]:
+    conversation = Conversation(
+        messages=tuple(Message(role=m["role"], content=str(m.get("content", ""))) for m in messages), thinking=False
+    )
+    return [
+        token_id
+        for piece in render(conversation, generation_header=header)
+        for token_id in ([tokenizer.special[piece.name]] if isinstance(piece, Special) else tokenizer.encode(piece))
+    ]
+
+
+def open_data(config: TrainConfig) -> tuple[Tokenizer, dict[str, Corpus]]:
+    """The recipe's tokenizer and corpora; a recipe of tasks alone needs no folder.
+
+    Raises:
+        FormatError: A corpus is missing, damaged, or of another tokenizer.
+    """
+    folder = Path(config.data.folder)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(folder)
+        return tokenizer, load_corpora(folder, tokenizer, "train")
+    return train_tokenizer([sample_text(config.seed, 4000)], preset(config.preset).vocab_size), {}
+
+
+def model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The recipe's shape with the tokenizer's Engram vocabulary.
+
+    Raises:
+        ConfigError: The tokenizer has another number of tokens than the preset.
+    """
+    shape = preset(config.preset)
+    if len(tokenizer) != shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, preset {config.preset!r} has vocab_size {shape.vocab_size}: "
+            f"prepare the data with --vocab-size {shape.vocab_size}"
+        )
+    compressed = tokenizer.compressed_map()[1]
+    return override(shape, [f"engram.compressed_vocab_size={compressed}", *config.model])
+
+
+def new_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+    """A model with random weights, float32 masters, and the tokenizer's token map."""
+    model = Transformer(model_config(config, tokenizer), device=device)
+    initialise(model, config.seed)
+    model.token_map.set(tokenizer.compressed_map()[0])
+    return model
+
+
+def train(
+    config: TrainConfig,
+    run: str | Path,
+    *,
+    device: str | None = None,
+    minutes: float | None = None,
+    stop_after: float | None = None,
+    start_from: str | Path | None = None,
+    report: Callable[[str], None] = print,
+) -> bool:
+    """Train, or go on with, the run in a folder; when it is complete, export and evaluate it.
+
+    Args:
+        device: `cuda` or `cpu`; a GPU if there is one.
+        minutes: Budget of the whole run over all its commands; replaces the recipe's steps.
+        stop_after: Minutes after which this command saves and ends.
+        start_from: Folder of weight shards to begin a new run from (`export_weights`).
+
+    Returns:
+        True if the run is complete.
+    """
+    run = Path(run)
+    run.mkdir(parents=True, exist_ok=True)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer, corpora = open_data(config)
+    model = new_model(config, tokenizer, where)
+    if start_from is not None:
+        _take_weights(model, load_weights(start_from))
+    batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
+    clock = Clock(minutes=minutes, stop_after=stop_after)
+    trainer = Trainer(config, model, batches, run, clock=clock, report=report)
+    state = trainer.optimizers.state_bytes()
+    count = sum(p.numel() for p in model.parameters())
+    report(
+        f"{config.preset}: {count / 1e6:.2f} M parameters, optimiser state {sum(state.values()) / 1e6:.1f} MB "
+        f"({', '.join(f'{name} {size / 1e6:.1f}' for name, size in state.items())}), {where}, "
+        f"{config.rows * config.row_tokens:,} tokens a step"
+    )
+    if trainer.resume():
+        report(f"resumed at step {trainer.step}")
+    (run / "recipe.json").write_text(json.dumps(train_config_to_dict(config), indent=1) + "\n", encoding="utf-8")
+    tokenizer.save(run)
+    complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
+    draw_curve(run)
+    if complete:
+        folder = export(run, report=report)
+        started = time.monotonic()
+        measured = evaluate_recall(folder, length=None, count=32, questions=8, seed=0)
+        facts_file = folder / "training.json"
+        facts = json.loads(facts_file.read_text(encoding="utf-8")) | {"recall": measured}
+        validation = load_corpora(config.data.folder, tokenizer, "validation") if corpora else {}
+        if "stories" in validation:
+            whole, _, _ = load_model(folder)
+            facts["text"] = evaluate.text(whole, tokenizer, validation["stories"], length=config.trained_length)
+        facts_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        report(
+            f"recall {measured['accuracy']:.3f}, with random selection {measured['accuracy_random_selection']:.3f} "
+            f"at {measured['length']} tokens ({time.monotonic() - started:.0f} s)"
+        )
+    else:
+        report(f"stopped at step {trainer.step}; the same command goes on from there")
+    return complete
+
+
+def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
+    own = model.state_dict()
+    if set(own) != set(weights) or any(own[name].shape != weights[name].shape for name in own):
+        raise FormatError("the weight shards belong to another model config; use the recipe they were trained with")
+    model.load_state_dict(weights)
+
+
+def _probe(trainer: Trainer, tokenizer: Tokenizer, corpora: dict[str, Corpus]) -> Callable[[], dict[str, Any]]:
+    """Recall at the trained length, and held-out text if there is some: seconds, between steps."""
+    config, model = trainer.config, trainer.model
+    length = config.trained_length
+    far = min(evaluate.reach(model), length // 3)
+    validation = load_corpora(config.data.folder, tokenizer, "validation").get("stories") if corpora else None
+    # the probe asks what the evaluation asks: names that training never joined
+    lookups = evaluate.documents(trainer.batches.tasks, length=length, count=16, questions=4, skip_last=far, seed=1)
+
+    def run() -> dict[str, Any]:
+        answers = evaluate.ask_whole(model, tokenizer, lookups, compute_dtype=trainer.compute_dtype)
+        exact = sum(answer.exact for answer in answers) / len(answers)
+        tokens = sum(a.right_tokens for a in answers) / sum(a.num_tokens for a in answers)
+        values: dict[str, Any] = {"probe_recall": round(exact, 3), "probe_token_recall": round(tokens, 3)}
+        if validation is not None:
+            values |= evaluate.text(
+                model, tokenizer, validation, length=length, max_tokens=16 * length, compute_dtype=trainer.compute_dtype
+            )
+        trainer.report("probe: " + "  ".join(f"{k} {v}" for k, v in values.items() if k != "corpus"))
+        return values
+
+    return run
+
+
+def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
+    """Write a run's newest checkpoint as a model folder in the release's format, its tokenizer beside it.
+
+    Raises:
+        FormatError: The run has no whole checkpoint.
+    """
+    run = Path(run)
+    state, _ = load_newest(run / "checkpoints")
+    if state is None:
+        raise FormatError(f"{run} holds no checkpoint to export; train it first")
+    config = train_config_from_dict(state.meta["config"])
+    tokenizer = Tokenizer.load(run)
+    model = new_model(config, tokenizer, torch.device("cpu"))
+    model.load_state_dict(dict(state.model))
+    folder = run / _MODEL_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    write_checkpoint(model, folder)
+    tokenizer.save(folder)
+    facts = {
+        "recipe": state.meta["config"],
+        "steps": state.step,
+        "tokens": state.meta["tokens_seen"],
+        "minutes": round(state.meta["elapsed_s"] / 60, 1),
+        "trained_length": config.trained_length,
+        "held_out_names": config.data.held_out_names,
+    }
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    report(f"model written to {folder} ({size / 1e6:.1f} MB)")
+    return folder
+
+
+def pack(run: str | Path, out: str | Path) -> list[Path]:
+    """What a run made, in a few files to carry away: the model as one tar, weights to go on from, log and curve."""
+    run, out = Path(run), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    state, _ = load_newest(run / "checkpoints")
+    if state is None:
+        raise FormatError(f"{run} holds no checkpoint; train it first")
+    files = save_weights(out, state.model)
+    for name in ("log.jsonl", "curve.png", "recipe.json"):
+        if (run / name).is_file():
+            files.append(Path(shutil.copy(run / name, out / name)))
+    if (run / _MODEL_FOLDER).is_dir():
+        files.append(out / "model.tar")
+        with tarfile.open(files[-1], "w") as archive:
+            for file in sorted((run / _MODEL_FOLDER).iterdir()):
+                archive.add(file, arcname=f"{_MODEL_FOLDER}/{file.name}")
+    return files
+
+
+def profile(config: TrainConfig, *, device: str | None = None, steps: int = 10) -> str:
+    """Time of a step in each stage, dense and sparse, and the operations that take it longest."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer, corpora = open_data(config)
+    model = new_model(config, tokenizer, where)
+    batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
+    trainer = Trainer(config, model, batches, "profile")
+    lines = []
+
+    def run(batch: Batch, count: int) -> float:
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.monotonic()
+        for _ in range(count):
+            trainer.train_step(batch)
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.monotonic() - started) / count
+
+    for stage, values in enumerate(config.stages):
+        started = time.monotonic()
+        made = batches.batch(stage, stage)
+        making = time.monotonic() - started
+        for dense in (True, False):
+            batch = replace(made, dense=dense)
+            run(batch, 2)
+            seconds = run(batch, steps)
+            lines.append(
+                f"{values.name:10} {'dense' if dense else 'top-k':6} {seconds * 1e3:8.1f} ms a step "
+                f"{config.rows * config.row_tokens / seconds:12,.0f} tok/s   batch made in {making * 1e3:.1f} ms"
+            )
+    if where.type == "cuda":
+        lines.append(f"most memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if where.type == "cuda" else []
+    for dense in (True, False):
+        batch = replace(batches.batch(0, len(config.stages) - 1 if not dense else 0), dense=dense)
+        with torch.profiler.profile(activities=activities) as profiler:
+            run(batch, 1)
+        key = "self_cuda_time_total" if where.type == "cuda" else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        calls = sum(event.count for event in averages if event.key.startswith(("cudaLaunch", "cuLaunch")))
+        lines.append(f"{'dense' if dense else 'top-k'} step: {calls} kernel launches")
+        lines.append(averages.table(sort_by=key, row_limit=25, max_name_column_width=60))
+    return "\n".join(lines)
+
+
+def draw_curve(run: str | Path) -> Path | None:
+    """The run's losses and probes as `curve.png`; None where matplotlib is not installed or nothing was logged."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return None
+    lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    if not steps:
+        return None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for dense, label in ((True, "all entries visible"), (False, "top-k entries")):
+        chosen = [line for line in steps if line["dense"] is dense]
+        left.plot([s["step"] for s in chosen], [s["loss"] for s in chosen], ".", markersize=2, label=label)
+    left.set_xlabel("step")
+    left.set_ylabel("loss, nats a token")
+    left.legend()
+    probes = [line for line in lines if "probe_recall" in line]
+    right.plot([p["step"] for p in probes], [p["probe_recall"] for p in probes], label="recall of held-out names")
+    measured = [line for line in steps if line["index_recall"] is not None]
+    right.plot(
+        [s["step"] for s in measured], [s["index_recall"] for s in measured], ".", markersize=3, label="indexer recall"
+    )
+    right.set_xlabel("step")
+    right.set_ylim(0, 1)
+    right.legend()
+    figure.tight_layout()
+    file = Path(run) / "curve.png"
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    return file
+
+
+def load_model(folder: str | Path) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """A model folder, its tokenizer, and what `training.json` says of it (empty if it has none)."""
+    folder = Path(folder)
+    model = read_checkpoint(folder)
+    file = folder / "training.json"
+    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return model, Tokenizer.load(folder), facts
+
+
+def evaluate_recall(folder: str | Path, *, length: int | None, count: int, questions: int, seed: int) -> dict[str, Any]:
+    """`evaluate.recall` of a model folder at twice its trained length, or at `length`.
+
+    Raises:
+        ConfigError: The folder does not say its trained length and none is given.
+    """
+    model, tokenizer, facts = load_model(folder)
+    if length is None:
+        if "trained_length" not in facts:
+            raise ConfigError(f"{folder} has no training.json with a trained_length: say --length")
+        length = 2 * int(facts["trained_length"])
+    held_out = int(facts.get("held_out_names", 8))
+    result = evaluate.recall(
+        model, tokenizer, length=length, count=count, questions=questions, seed=seed, held_out=held_out
+    )
+    return {"model": str(folder), "trained_length": facts.get("trained_length"), **result}
