@@ -118,6 +118,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     else:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         valid = is_number and math.isfinite(value) and 0 <= value <= (2 if name == "temperature" else 1)
+        valid = valid and not (name == "top_p" and value == 0)
     if not valid:
         raise ConfigError(f"{file}: {name} is {value!r}; see cedar.config.serve.GenerationDefaults for what it may be")
     return value

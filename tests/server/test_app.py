@@ -13,8 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from cedar.chat.tokenizer import Tokenizer
-from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles
 from cedar.engine.request import Finished, Progress, Token
 from cedar.server.schema import error_body
@@ -412,15 +410,3 @@ def test_error_types_follow_the_status() -> None:
         429: "rate_limit_error",
         503: "server_error",
     }
-
-
-def test_default_lengths(files: ModelFiles) -> None:
-    from cedar.config.serve import GenerationDefaults
-
-    plain = GenerationDefaults()
-    assert plain.answer_tokens(thinking=False, effort=75) == 8192
-    assert plain.answer_tokens(thinking=True, effort=75) == 65536
-    assert plain.answer_tokens(thinking=True, effort=100) == 131072
-    assert ServeConfig(max_context=10).context(files.config) == 10
-    assert ServeConfig().context(files.config) == 4096
-    assert isinstance(files.tokenizer, Tokenizer)
