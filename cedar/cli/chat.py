@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from cedar.chat.parse import Answer
 from cedar.errors import RequestError
 from cedar.llm import LLM
+
+# arrow keys and history in `input`, where there is a terminal library
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, and leaves at an empty line"
 

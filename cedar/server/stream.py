@@ -118,7 +118,12 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_all() -> None:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+                # a proxy that collects the stream first would defeat it
+                (b"x-accel-buffering", b"no"),
+            ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for piece in self._source:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
