@@ -243,3 +243,134 @@ def serve(
     # taking torch apart takes a second, and a thread deep inside a native call would hold it up for longer
     logging.shutdown()
     os._exit(0)
+
+
+train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
+evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+app.add_typer(train, name="train")
+app.add_typer(evaluate, name="eval")
+
+
+@train.command("prepare")
+def prepare_data(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the data folder goes.")] = Path("runs/data"),
+    texts: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `text`.")] = None,
+    chats: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `messages`.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer: nano 512, micro 1024, mini 2048.")] = 1024,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Use this tokenizer.json instead of training one.")
+    ] = None,
+    order: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids in the order in which texts are taken, first column.")
+    ] = None,
+    max_characters: Annotated[int | None, typer.Option(help="Stop after so many characters of text.")] = None,
+    chat_source: Annotated[list[str] | None, typer.Option(help="Take chats of this source alone; repeat.")] = None,
+) -> None:
+    """Tokenise text and chats into a data folder; files named validation-* are held out."""
+    from cedar.chat.tokenizer import Tokenizer
+    from cedar.errors import ConfigError
+    from cedar.train import run as runs
+
+    if texts is None and chats is None:
+        raise ConfigError("nothing to prepare: name a folder with --texts, --chats or both")
+    runs.prepare(
+        out,
+        texts=texts,
+        chats=chats,
+        vocab_size=vocab_size,
+        order=order,
+        max_characters=max_characters,
+        chat_sources=chat_source or (),
+        tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer),
+    )
+
+
+@train.command("run")
+def train_run(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, recipes/micro-cpu.toml for one.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; the same folder goes on from there.")],
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Data folder, instead of the recipe's.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
+    stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
+    ] = None,
+) -> None:
+    """Train a recipe, or go on with it; Ctrl-C and SIGTERM save first."""
+    import json
+
+    from cedar.config.train import load_train_config
+    from cedar.train import run as runs
+
+    changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
+    config = load_train_config(recipe, changes)
+    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+
+
+@train.command("export")
+def train_export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")],
+) -> None:
+    """Write a run's newest checkpoint as a model folder, RUN/model."""
+    from cedar.train import run as runs
+
+    runs.export(run)
+
+
+@evaluate.command("recall")
+def eval_recall(
+    model: Annotated[str, MODEL] = "bundled",
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a document; twice the trained length otherwise.")
+    ] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents asked about.")] = 24,
+    questions: Annotated[int, typer.Option(min=1, help="Questions a document.")] = 8,
+    seed: Annotated[int, typer.Option(help="Draws other documents.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Exact answers about records beyond the reach of all windows, and the same with random selection."""
+    import json
+
+    from cedar.train import run as runs
+
+    result = runs.evaluate_recall(_model_folder(model), length=length, count=documents, questions=questions, seed=seed)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(
+        f"{result['accuracy']:.1%} of {result['questions']} questions answered exactly, over {result['length']} tokens "
+        f"(trained on {result['trained_length']}, window {result['window']}, records at least "
+        f"{result['least_distance']} tokens back)\n"
+        f"{result['accuracy_random_selection']:.1%} when every index source takes random visible entries"
+    )
+    for step in result["by_distance"]:
+        print(f"  {step['from']:>6}..{step['to'] - 1:<6} {step['accuracy']:6.1%} of {step['questions']}")
+
+
+@evaluate.command("text")
+def eval_text(
+    data: Annotated[Path, typer.Option(metavar="DIR", help="A corpus folder, runs/data/stories/validation for one.")],
+    model: Annotated[str, MODEL] = "bundled",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of one run of text.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens scored at most.")] = 32768,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Bits per byte of a held-out corpus."""
+    import json
+
+    from cedar.train import run as runs
+
+    result = runs.evaluate_text(_model_folder(model), data, length=length, max_tokens=max_tokens)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{result['bits_per_byte']:.3f} bits per byte over {result['bytes']:,} bytes of {result['corpus']}")
+
+
+def _model_folder(model: str) -> Path:
+    """The model's directory; `bundled` is the one inside the package."""
+    from cedar.engine.load import open_model
+
+    return open_model(model).path

@@ -80,15 +80,22 @@ def _lines(file: Path) -> Iterator[bytes]:
     except ImportError as error:
         raise FormatError(f"{file} needs the package zstandard; install it or unpack the file first") from error
     with file.open("rb") as packed:
-        stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(packed)
+        # the frame's header knows how much must come out; a cut file just ends
+        expected = zstandard.frame_content_size(packed.read(18))
+        packed.seek(0)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        size, held = 0, b""
         try:
-            last = b"\n"
-            for last in io.BufferedReader(stream):
-                yield last
+            for line in io.BufferedReader(decompressor.stream_reader(packed, read_across_frames=True)):
+                size += len(line)
+                if held:
+                    yield held
+                held = line
         except zstandard.ZstdError as error:
             raise EOFError(str(error)) from error
-        if not last.endswith(b"\n"):
-            raise EOFError("the last line has no end")
+        if size < expected:
+            raise EOFError(f"{size:,} of {expected:,} bytes")
+        yield held
 
 
 def _document(line: bytes, where: str) -> dict[str, Any]:
@@ -272,7 +279,7 @@ def open_corpus(folder: str | Path, tokenizer: Tokenizer) -> Corpus:
 def _map(file: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
     try:
         values: npt.NDArray[Any] = np.load(file, mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise FormatError(f"cannot read {file}: {error}; prepare the corpus again") from error
     if values.dtype != dtype or values.shape != (length,):
         raise FormatError(
@@ -282,10 +289,12 @@ def _map(file: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
 
 
 def paragraph_starts(corpus: Corpus, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Positions just after a line end or a document's start, in order."""
-    ends_line = np.array([tokenizer.token_bytes(i).endswith(b"\n") for i in range(len(tokenizer))])
-    after = np.flatnonzero(ends_line[corpus.tokens]) + 1
-    return np.union1d(after[after < len(corpus.tokens)], corpus.starts[:-1]).astype(np.int64)
+    """Positions where a line begins, blank ones left out, and documents' starts; in order."""
+    pieces = [tokenizer.token_bytes(i) for i in range(len(tokenizer))]
+    ends_line = np.array([piece.endswith(b"\n") for piece in pieces])
+    blank = np.array([not piece.strip() for piece in pieces])
+    after = np.flatnonzero(ends_line[corpus.tokens[:-1]]) + 1
+    return np.union1d(after[~blank[corpus.tokens[after]]], corpus.starts[:-1]).astype(np.int64)
 
 
 def begin(tokenizer: Tokenizer) -> int:

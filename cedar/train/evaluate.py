@@ -52,7 +52,7 @@ def documents(tasks: Tasks, *, length: int, count: int, questions: int, skip_las
     Raises:
         ConfigError: `length` leaves no room for records before the last `skip_last` tokens.
     """
-    if length - questions * 26 < skip_last + 64:
+    if length - questions * 26 < skip_last + 40:
         raise ConfigError(
             f"a length of {length} has no room for {questions} questions and records more than {skip_last} tokens "
             "back; use a larger length or fewer questions"

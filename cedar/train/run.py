@@ -26,12 +26,14 @@ from cedar.errors import ConfigError, FormatError
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
-from cedar.train.corpus import Corpus, make_tokenizer, read_documents, take_texts, write_chats, write_texts
+from cedar.train.corpus import Corpus, make_tokenizer, open_corpus, read_documents, take_texts, write_chats, write_texts
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
 from cedar.train.tasks import sample_text
 
 _MODEL_FOLDER = "model"
+# a model this small wanders at temperature 1, and was never shown a thought
+_GENERATION = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 256, "thinking": False}
 
 
 def prepare(
@@ -273,11 +275,15 @@ def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
 def _probe(trainer: Trainer, tokenizer: Tokenizer, corpora: dict[str, Corpus]) -> Callable[[], dict[str, Any]]:
     """Recall at the trained length, and held-out text if there is some: seconds, between steps."""
     config, model = trainer.config, trainer.model
-    length = config.trained_length
-    far = min(evaluate.reach(model), length // 3)
+    # a shorter text has no room for records and a question
+    length = max(128, config.trained_length)
+    questions = min(4, 1 + length // 128)
+    far = min(evaluate.reach(model), (length - 26 * questions) // 3)
     validation = load_corpora(config.data.folder, tokenizer, "validation").get("stories") if corpora else None
     # the probe asks what the evaluation asks: names that training never joined
-    lookups = evaluate.documents(trainer.batches.tasks, length=length, count=16, questions=4, skip_last=far, seed=1)
+    lookups = evaluate.documents(
+        trainer.batches.tasks, length=length, count=16, questions=questions, skip_last=far, seed=1
+    )
 
     def run() -> dict[str, Any]:
         answers = evaluate.ask_whole(model, tokenizer, lookups, compute_dtype=trainer.compute_dtype)
@@ -321,6 +327,7 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
         "held_out_names": config.data.held_out_names,
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n", encoding="utf-8")
     size = sum(file.stat().st_size for file in folder.iterdir())
     report(f"model written to {folder} ({size / 1e6:.1f} MB)")
     return folder
@@ -435,6 +442,13 @@ def load_model(folder: str | Path) -> tuple[Transformer, Tokenizer, dict[str, An
     file = folder / "training.json"
     facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return model, Tokenizer.load(folder), facts
+
+
+def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_tokens: int) -> dict[str, Any]:
+    """`evaluate.text` of a model folder on a prepared corpus. Raises FormatError."""
+    model, tokenizer, _ = load_model(folder)
+    held_out = open_corpus(corpus, tokenizer)
+    return {"model": str(folder), **evaluate.text(model, tokenizer, held_out, length=length, max_tokens=max_tokens)}
 
 
 def evaluate_recall(folder: str | Path, *, length: int | None, count: int, questions: int, seed: int) -> dict[str, Any]:

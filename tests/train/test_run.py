@@ -1,0 +1,139 @@
+"""From a folder of text to a model folder, through the commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cedar.checkpoint.resume import load_newest
+from cedar.config.rounding import Rounding
+from cedar.errors import ConfigError, FormatError
+from cedar.train import run as runs
+from cedar.train.tasks import sample_text
+from tests.train.conftest import tiny_recipe
+
+CHAT = {
+    "source": "own",
+    "messages": [
+        {"role": "user", "content": "Where is the fox?"},
+        {"role": "assistant", "content": "In the barn."},
+        {"role": "user", "content": "And the dog?"},
+        {"role": "assistant", "content": "Near the river."},
+    ],
+}
+
+
+def write(folder: Path, split: str, *documents: dict[str, object]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{split}-0.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    texts = [{"id": str(i), "text": sample_text(i, 200)} for i in range(3)]
+    write(root / "texts", "train", *texts)
+    write(root / "texts", "validation", {"id": "v", "text": sample_text(9, 40)})
+    tools = {"source": "own", "tools": [{}], "messages": CHAT["messages"]}
+    write(root / "chats", "train", CHAT, tools, CHAT)
+    write(root / "chats", "validation", CHAT)
+    infos = runs.prepare(
+        root / "out", texts=root / "texts", chats=root / "chats", vocab_size=512, report=lambda line: None
+    )
+    assert infos["stories/train"]["documents"] == 3
+    # chats with tools are left out
+    assert infos["instruct/train"]["documents"] == 2
+    return root / "out"
+
+
+def test_chats_are_learnt_where_the_assistant_speaks(data: Path) -> None:
+    tokenizer, corpora = runs.open_data(tiny_recipe(data={"folder": str(data)}))
+    corpus = corpora["instruct"]
+    assert corpus.learn is not None
+    one = slice(int(corpus.starts[0]), int(corpus.starts[1]))
+    learnt = tokenizer.decode(corpus.tokens[one][corpus.learn[one]].tolist())
+    assert learnt == "In the barn.<｜end▁of▁sentence｜>Near the river.<｜end▁of▁sentence｜>"
+
+
+def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"accuracy": 0.0, "accuracy_random_selection": 0.0, "length": 128}
+    monkeypatch.setattr(runs, "evaluate_recall", lambda folder, **given: measured)
+    stage = {"mixture": {"stories": 0.5, "instruct": 0.3, "pairs": 0.2}, "rounding": ["serving"]}
+    config = tiny_recipe(data={"folder": str(data)}, stage=stage, steps=3, eval_every=2)
+    said: list[str] = []
+    assert not runs.train(config, tmp_path, device="cpu", stop_after=1e-9, report=said.append)
+    assert "stopped at step 1" in said[-1]
+    assert runs.train(config, tmp_path, device="cpu", report=said.append)
+    assert "resumed at step 1" in said
+    assert any(line.startswith("probe: probe_recall 0.0") and "bits_per_byte" in line for line in said)
+    model, tokenizer, facts = runs.load_model(tmp_path / "model")
+    assert facts["steps"] == 3
+    assert facts["trained_length"] == 64
+    assert facts["recall"] == measured
+    assert facts["text"]["bits_per_byte"] > 0
+    # what was trained with rounded weights is what was written
+    state, _ = load_newest(tmp_path / "checkpoints")
+    assert state is not None
+    trained = runs.new_model(config, tokenizer, torch.device("cpu"))
+    trained.load_state_dict(dict(state.model))
+    ids = torch.tensor([tokenizer.encode("The red fox is in the barn.")])
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            # stored in bf16 and not rounded in training: their error is below its noise
+            if name == "embed.weight" or name.endswith(("norm.weight", "q_weight", "k_weight")):
+                parameter.copy_(parameter.bfloat16())
+        want = trained(ids, rounding=replace(Rounding.none(), weights=True)).logits_BSV
+        got = model(ids, rounding=Rounding.none()).logits_BSV
+    assert torch.allclose(want, got, atol=1e-5)
+
+    packed = {file.name: file for file in runs.pack(tmp_path, tmp_path / "packed")}
+    assert {"model.tar", "log.jsonl", "weights-00001-of-00001.safetensors"} <= set(packed)
+    with tarfile.open(packed["model.tar"]) as archive:
+        assert "model/config.json" in archive.getnames()
+    said.clear()
+    assert runs.train(config, tmp_path / "next", device="cpu", start_from=tmp_path / "packed", report=said.append)
+
+
+def test_a_corpus_that_a_recipe_needs_must_be_there(tmp_path: Path) -> None:
+    config = tiny_recipe(data={"folder": str(tmp_path)}, stage={"mixture": {"stories": 1.0}})
+    with pytest.raises(ConfigError, match="'stories', which is neither"):
+        runs.train(config, tmp_path / "run", device="cpu", report=lambda line: None)
+
+
+def test_a_vocabulary_that_does_not_match(data: Path, tmp_path: Path) -> None:
+    config = tiny_recipe(preset="micro", data={"folder": str(data)})
+    with pytest.raises(ConfigError, match="512 tokens, preset 'micro' has vocab_size 1024"):
+        runs.train(config, tmp_path, device="cpu", report=lambda line: None)
+
+
+def test_texts_without_a_split_or_files(tmp_path: Path) -> None:
+    write(tmp_path / "texts", "train", {"id": "a", "text": sample_text(1, 400)})
+    with pytest.raises(FormatError, match="no validation files"):
+        runs.prepare(tmp_path / "out", texts=tmp_path / "texts", vocab_size=400, report=lambda line: None)
+
+
+def test_python_m_runs_with_torch_alone(tmp_path: Path) -> None:
+    """The command of a machine without typer, rich and zstandard."""
+    recipe = Path(__file__).parents[2] / "recipes" / "nano-smoke.toml"
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'zstandard', 'msgspec', 'starlette', 'matplotlib'): sys.modules[name] = None\n"
+        "from cedar.train.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "run", str(recipe), "--run", str(tmp_path), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--data", str(tmp_path), "--stop-after", "0.001"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stopped at step 1" in done.stdout
+    missing = subprocess.run([*command[:4], "none.toml", *command[5:]], capture_output=True, text=True, check=False)
+    assert missing.returncode == 2
+    assert "cannot read the recipe" in missing.stderr
