@@ -116,6 +116,8 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             raise RequestError(f"the prompt holds ids outside the vocabulary of {vocab_size}", param="prompt")
+        if any(token_id >= vocab_size for token_id, _ in request.sampling.logit_bias):
+            raise RequestError(f"logit_bias holds ids outside the vocabulary of {vocab_size}", param="logit_bias")
         return check_room(len(request.prompt_ids), request.sampling.max_tokens, self.max_context)
 
     def cancel(self, request_id: str) -> None:
@@ -174,7 +176,7 @@ class Engine:
         if sequence.status is Status.WAITING:
             sequence.status, sequence.admitted_s = Status.PREFILL, time.monotonic()
             sequence.state = self.model.new_state(decoder_replay=request.decoder_replay)
-            sequence.sampler = Sampler(request.sampling)
+            sequence.sampler = Sampler(request.sampling, prompt_ids=request.prompt_ids, constraint=request.constraint)
         if sequence.status is Status.PREFILL:
             start = sequence.num_prefilled
             chunk = request.prompt_ids[start : start + self.prefill_chunk]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,8 +52,14 @@ class ModelFiles:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Sequence[tuple[int, float]] = (),
         max_tokens: int | None = None,
         seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        logprobs: int | None = None,
     ) -> SamplingParams:
         """The request's values, the model's own defaults where it has none.
 
@@ -61,6 +68,7 @@ class ModelFiles:
 
         Args:
             chat: An answer ends at any turn mark, a raw continuation at the end of text alone.
+            stop_token_ids: Further tokens that end it.
 
         Raises:
             RequestError: A value is out of range.
@@ -74,9 +82,17 @@ class ModelFiles:
             top_k=defaults.top_k if top_k is None else top_k,
             top_p=defaults.top_p if top_p is None else top_p,
             min_p=defaults.min_p if min_p is None else min_p,
+            presence_penalty=presence_penalty or 0.0,
+            frequency_penalty=frequency_penalty or 0.0,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+            logit_bias=tuple(logit_bias),
             max_tokens=max_tokens,
             seed=seed,
-            stop_token_ids=tuple(self.tokenizer.special[name] for name in (END_OF_ANSWER if chat else (EOS,))),
+            stop_token_ids=(
+                *(self.tokenizer.special[name] for name in (END_OF_ANSWER if chat else (EOS,))),
+                *stop_token_ids,
+            ),
+            logprobs=logprobs,
         )
 
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cedar.errors import RequestError
 
@@ -30,6 +30,11 @@ class SamplingParams:
         min_p: Only tokens at least this likely, relative to the likeliest.
         max_tokens: Tokens to generate at most, the stop token included; None fills the context.
         seed: Makes the choice reproducible; None draws a fresh one.
+        presence_penalty: Taken off the logit of every token that the answer already holds.
+        frequency_penalty: The same, once for each time it holds it.
+        repetition_penalty: Divides the positive logits of tokens that the prompt or the answer holds, and
+            multiplies the negative ones; 1 changes nothing.
+        logit_bias: (token id, what to add to its logit) pairs.
         stop_token_ids: Any of these ends the answer and is not part of it.
         logprobs: How many likeliest tokens to report beside each chosen one; None reports nothing.
 
@@ -41,6 +46,10 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -53,6 +62,13 @@ class SamplingParams:
         _check("top_k", self.top_k, self.top_k >= 0, "0 (all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "-2 to 2")
+        _check(
+            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "more than 0, at most 10"
+        )
+        for token_id, bias in self.logit_bias:
+            _check(f"logit_bias[{token_id}]", bias, token_id >= 0 and -100 <= bias <= 100, "-100 to 100")
         _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
         _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit number")
         _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20")
@@ -63,16 +79,28 @@ def _check(param: str, value: object, valid: bool, expected: str) -> None:
         raise RequestError(f"{param} is {value}, expected {expected}", param=param)
 
 
+class Constraint(Protocol):
+    """What the next token of one answer may be; `cedar.chat.grammar` makes them."""
+
+    def allowed(self) -> bytes | None:
+        """A bit for each token id, lowest first in 32-bit words: may it come next? None allows all."""
+
+    def accept(self, token_id: int) -> None:
+        """This one came."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to continue.
 
     Attributes:
+        constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: Constraint | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
 
@@ -118,6 +146,7 @@ class Finished:
 
     Attributes:
         completion_tokens: Tokens generated, a stop token included.
+        cached_tokens: Tokens of the prompt that a cache held already.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
     """
@@ -125,6 +154,7 @@ class Finished:
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

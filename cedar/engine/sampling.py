@@ -3,17 +3,19 @@
 `choose` is a pure function of logits, parameters and one uniform number, so a seeded request gets the same
 tokens whatever runs beside it.
 
-V vocabulary, K tokens kept.
+V vocabulary, K tokens kept, W words of 32 bits.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cedar.engine.request import SamplingParams, Token
+from cedar.engine.request import Constraint, SamplingParams, Token
 
 
 def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
@@ -50,10 +52,23 @@ def _draw(weight_K: Tensor, uniform: float) -> int:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence; its random numbers depend on its seed alone."""
+    """Chooses the tokens of one sequence; its random numbers depend on its seed alone.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Args:
+        prompt_ids: What the repetition penalty counts besides the answer itself.
+        constraint: Tokens that it does not allow are never chosen.
+    """
+
+    def __init__(
+        self, params: SamplingParams, *, prompt_ids: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> None:
         self._params = params
+        self._constraint = constraint
+        self._counts: Counter[int] = Counter()
+        self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
+        self._has_penalty = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
+        )
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -61,13 +76,48 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits_V: Tensor) -> Token:
-        """The next token, with log-probabilities (before temperature) if the request asked."""
+        """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
+
+        Penalties and biases come first, then the constraint, then temperature and filters.
+        """
         logits_V = logits_V.detach().to("cpu", torch.float32)
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        token_id = choose(logits_V, self._params, uniform)
+        token_id = choose(self._permitted(self._weighed(logits_V)), self._params, uniform)
+        if self._has_penalty:
+            self._counts[token_id] += 1
+            self._seen.add(token_id)
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
         if self._params.logprobs is None:
             return Token(token_id)
         logprob_V = logits_V.log_softmax(0)
         top = torch.topk(logprob_V, min(self._params.logprobs, logprob_V.numel()))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return Token(token_id, float(logprob_V[token_id]), tuple(pairs))
+
+    def _weighed(self, logits_V: Tensor) -> Tensor:
+        params = self._params
+        if not self._has_penalty:
+            return logits_V
+        logits_V = logits_V.clone()
+        if params.repetition_penalty != 1 and self._seen:
+            seen_K = torch.tensor(sorted(self._seen))
+            logit_K = logits_V[seen_K]
+            logits_V[seen_K] = torch.where(
+                logit_K > 0, logit_K / params.repetition_penalty, logit_K * params.repetition_penalty
+            )
+        if self._counts:
+            token_K = torch.tensor(list(self._counts))
+            count_K = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            logits_V[token_K] -= params.presence_penalty + params.frequency_penalty * count_K
+        for token_id, bias in params.logit_bias:
+            logits_V[token_id] += bias
+        return logits_V
+
+    def _permitted(self, logits_V: Tensor) -> Tensor:
+        mask = None if self._constraint is None else self._constraint.allowed()
+        if mask is None:
+            return logits_V
+        word_W = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+        bit_V = (word_W[:, None] >> torch.arange(32, dtype=torch.int32)).bitwise_and(1).flatten()[: len(logits_V)]
+        return logits_V.masked_fill(bit_V == 0, -math.inf)

@@ -72,9 +72,7 @@ class Transformer(nn.Module):
         self.rope = Rope(config, device)
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self.embed.weight = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        )
+        self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype))
         self.layers = nn.ModuleList(
             Block(
                 config,
@@ -127,7 +125,9 @@ class Transformer(nn.Module):
         """
         config = self.config
         if ids_BS.dim() != 2 or ids_BS.shape[1] == 0:
-            raise ShapeError(f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row")
+            raise ShapeError(
+                f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row"
+            )
         if form == "gathered" and (segment_start_BS is not None or window_floor_BS is not None or collect):
             raise ShapeError("forward: the gathered form takes one sample a pack, no window floor and collects nothing")
         start_BS = torch.zeros_like(ids_BS) if segment_start_BS is None else segment_start_BS

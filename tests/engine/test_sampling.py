@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
 @pytest.mark.parametrize(
     ("param", "value"),
     [
+        ("presence_penalty", 2.5), ("frequency_penalty", -3.0), ("repetition_penalty", 0.0),
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.1), ("min_p", -0.1), ("max_tokens", 0), ("seed", 2**63), ("logprobs", 21),
     ],
@@ -106,3 +108,54 @@ def test_values_out_of_range_are_named(param: str, value: float) -> None:
     with pytest.raises(RequestError, match=param) as caught:
         SamplingParams(**{param: value})
     assert caught.value.param == param
+
+
+def greedy(count: int, logits_V: torch.Tensor = LOGITS, *, prompt: tuple[int, ...] = (), **penalties: Any) -> list[int]:
+    sampler = Sampler(SamplingParams(temperature=0, **penalties), prompt_ids=prompt)
+    return [sampler(logits_V).id for _ in range(count)]
+
+
+def test_penalties_push_repeated_tokens_down() -> None:
+    # gaps: 3, 2, 1, 0
+    assert greedy(3) == [1, 1, 1]
+    assert greedy(4, presence_penalty=1.5) == [1, 2, 1, 1]
+    assert greedy(4, frequency_penalty=1.5) == [1, 2, 1, 0]
+    # the prompt counts for repetition alone
+    assert greedy(1, repetition_penalty=2, prompt=(1,)) == [2]
+    assert greedy(1, presence_penalty=2, frequency_penalty=2, prompt=(1,)) == [1]
+    # negative logits go down too, not up
+    assert greedy(1, torch.tensor([-1.0, -1.5]), repetition_penalty=2, prompt=(0,)) == [1]
+    assert greedy(2, torch.tensor([0.0, 1.0]), presence_penalty=-2) == [1, 1]
+
+
+def test_logit_bias_bans_and_forces() -> None:
+    assert greedy(1, logit_bias=((1, -100.0),)) == [2]
+    assert greedy(1, logit_bias=((3, 100.0),)) == [3]
+
+
+def test_penalties_leave_the_logits_and_the_reported_probabilities_alone() -> None:
+    kept_V = LOGITS.clone()
+    sampler = Sampler(SamplingParams(temperature=0, presence_penalty=2, logit_bias=((0, 5.0),), logprobs=1))
+    token = sampler(LOGITS)
+    assert token.id == 0 and token.logprob == pytest.approx(float(LOGITS.log_softmax(0)[0]))
+    assert torch.equal(LOGITS, kept_V)
+
+
+class EvenOnly:
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def allowed(self) -> bytes | None:
+        return None if len(self.taken) >= 2 else (0x55555555).to_bytes(4, "little") * 2
+
+    def accept(self, token_id: int) -> None:
+        self.taken.append(token_id)
+
+
+def test_a_constraint_decides_what_can_be_chosen() -> None:
+    constraint = EvenOnly()
+    logits_V = torch.zeros(40)
+    logits_V[33] = 9
+    sampler = Sampler(SamplingParams(temperature=0, logit_bias=((34, 1.0),)), constraint=constraint)
+    assert [sampler(logits_V).id for _ in range(3)] == [34, 34, 33]
+    assert constraint.taken == [34, 34, 33]
