@@ -86,6 +86,7 @@ class ChatParser:
 
     Attributes:
         stopped: A stop string was met; what comes after it is ignored.
+        stop_met: Which one.
         num_calls: Tool calls opened so far.
 
     Args:
@@ -97,7 +98,7 @@ class ChatParser:
     def __init__(
         self, *, thinking: bool, stop: Sequence[str] = (), new_call_id: Callable[[], str] | None = None
     ) -> None:
-        self.stopped = False
+        self.stopped, self.stop_met = False, ""
         self.num_calls = 0
         self._read = self._reasoning if thinking else self._content
         self._at_start = True
@@ -167,7 +168,7 @@ class ChatParser:
         start, mark = found
         if mark in self._stop:
             self._say(self._rest[:start])
-            self.stopped, self._read = True, self._nothing
+            self.stopped, self.stop_met, self._read = True, mark, self._nothing
         elif mark == END_THINK:
             self._say(self._rest[:start])
             self._rest = self._rest[start + len(mark) :]
@@ -262,6 +263,11 @@ class AnswerReader:
         self._decoder = StreamDecoder(tokenizer)
         self._silent = {tokenizer.special[name] for name in _SILENT if name in tokenizer.special}
 
+    @property
+    def stopped(self) -> bool:
+        """A stop string was met."""
+        return self.parser.stopped
+
     def push(self, token_id: int) -> list[Delta]:
         """Deltas that one more token decides."""
         self.reasoning_tokens += self.parser.in_reasoning
@@ -270,6 +276,32 @@ class AnswerReader:
     def finish(self) -> list[Delta]:
         """What was held back; the answer is over."""
         return self.parser.push(self._decoder.finish()) + self.parser.finish()
+
+
+class TextReader:
+    """Token ids of a continuation that is no chat -> deltas of plain text; the shape of `AnswerReader`."""
+
+    reasoning_tokens = 0
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._stops = StopStrings(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was met."""
+        return self._stops.met
+
+    def push(self, token_id: int) -> list[Delta]:
+        """The text that one more token decides."""
+        return self._delta(self._stops.push(self._decoder.push(token_id)))
+
+    def finish(self) -> list[Delta]:
+        """What was held back; the text is over."""
+        return self._delta(self._stops.push(self._decoder.finish()) + self._stops.finish())
+
+    def _delta(self, text: str) -> list[Delta]:
+        return [Delta(content=text)] if text else []
 
 
 class StopStrings:

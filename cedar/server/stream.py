@@ -4,38 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from cedar.chat.parse import AnswerReader, Delta
+from cedar.chat.parse import Delta
 from cedar.engine.request import Event, Finished, Progress, Token
+from cedar.errors import RequestError
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def sse(body: dict[str, Any], event: str = "") -> bytes:
+    """One server-sent event, with a name where the protocol has names."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class Reader(Protocol):
+    """Token ids of one answer -> what people read; `cedar.chat.parse` has two."""
+
+    reasoning_tokens: int
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def push(self, token_id: int) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+@dataclass(slots=True)
+class Step:
+    """What one engine event added to answer number `index`; `end` is there with the last."""
+
+    index: int
+    deltas: list[Delta]
+    token: Token | None = None
+    end: Finished | None = None
 
 
 class Mailbox:
-    """Events of one request, handed over from the engine's thread to the event loop."""
+    """Events of the answers of one request, handed over from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
-    def put(self, event: Event) -> None:
+    def put(self, index: int, event: Event) -> None:
         """Called in the engine's thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
-    async def get(self, timeout_s: float) -> Event | None:
-        """The next event, or None if none came in time."""
+    async def get(self, timeout_s: float) -> tuple[int, Event] | None:
+        """The next event and whose it is, or None if none came in time."""
         # the queue is looked at first: a busy stream must not pay for a timer a token
         if not self._queue.empty():
             return self._queue.get_nowait()
@@ -45,48 +70,61 @@ class Mailbox:
         return None
 
 
-async def answer(
-    mailbox: Mailbox, reader: AnswerReader, cancel: Callable[[], None], *, ping_s: float
-) -> AsyncIterator[Delta | Finished | bytes]:
-    """The pieces of one answer, `Finished` last, and a comment whenever nothing came for `ping_s` seconds.
+async def read_answers(
+    mailbox: Mailbox,
+    readers: Sequence[Reader],
+    cancels: Sequence[Callable[[], None]],
+    *,
+    ping_s: float,
+    deadline_s: float | None = None,
+) -> AsyncIterator[Step | bytes]:
+    """The steps of all answers until each has ended, and a comment whenever nothing came for `ping_s` seconds.
 
     A stop string is text, which the engine does not know: it is found here, and the engine told to let go.
+
+    Args:
+        deadline_s: Seconds within which the first token must come.
+
+    Raises:
+        RequestError: It did not; everything is cancelled then.
     """
-    num_tokens = 0
-    async for event in _events(mailbox, ping_s=ping_s):
-        if isinstance(event, bytes):
-            yield event
-        elif isinstance(event, Finished):
-            if reader.parser.stopped:
-                event = replace(event, reason="stop", completion_tokens=num_tokens)
-            for delta in reader.finish():
-                yield delta
-            yield event
-        elif not reader.parser.stopped:
-            num_tokens += 1
-            for delta in reader.push(event.id):
-                yield delta
-            if reader.parser.stopped:
-                cancel()
-
-
-async def _events(mailbox: Mailbox, *, ping_s: float) -> AsyncIterator[Token | Finished | bytes]:
-    """Tokens and the end; during silence a comment, with the progress of the prompt if there was any."""
+    num_tokens = [0] * len(readers)
+    running = len(readers)
     loop = asyncio.get_running_loop()
+    deadline = None if deadline_s is None else loop.time() + deadline_s
     comment, said = PING, loop.time()
-    while True:
-        event = await mailbox.get(max(0.0, said + ping_s - loop.time()))
-        if isinstance(event, Progress):
-            comment = f": prefill {event.done / event.total:.1%}\n\n".encode()
-        if event is None or isinstance(event, Progress):
+    while running:
+        wake = said + ping_s if deadline is None else min(said + ping_s, deadline)
+        got = await mailbox.get(max(0.0, wake - loop.time()))
+        if got is None or isinstance(got[1], Progress):
+            if got is not None:
+                comment = f": prefill {got[1].done / got[1].total:.1%}\n\n".encode()
+            if deadline is not None and loop.time() >= deadline:
+                for cancel in cancels:
+                    cancel()
+                raise RequestError(
+                    f"no token came within {deadline_s:g} seconds; try again later or raise timeout_s",
+                    code="timeout",
+                    status=504,
+                )
             if loop.time() - said >= ping_s:
                 said = loop.time()
                 yield comment
             continue
         comment, said = PING, loop.time()
-        yield event
+        index, event = got
+        reader = readers[index]
         if isinstance(event, Finished):
-            return
+            running -= 1
+            if reader.stopped and event.reason == "cancelled":
+                event = replace(event, reason="stop", completion_tokens=num_tokens[index])
+            yield Step(index, reader.finish(), end=event)
+        elif isinstance(event, Token) and not reader.stopped:
+            deadline = None
+            num_tokens[index] += 1
+            yield Step(index, reader.push(event.id), token=event)
+            if reader.stopped:
+                cancels[index]()
 
 
 async def hung_up(receive: Receive) -> None:
