@@ -25,6 +25,11 @@ class ServeConfig:
         max_body_bytes: Largest request body.
         ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
         shutdown_s: How long open answers may take to end once the server was told to stop.
+        drain_s: How long, before that, they may go on while new requests are refused.
+        aliases: Other names of the model; `*` takes any name.
+        strict: Unknown fields are refused, not only warned about.
+        api_key_file: Keys that may ask (`cedar.server.auth` tells its shape); None lets everybody.
+        dropped_lines: Lines of system messages that begin with one of these are left out of the prompt.
     """
 
     host: str = "127.0.0.1"
@@ -35,11 +40,18 @@ class ServeConfig:
     max_body_bytes: int = 48 * 2**20
     ping_s: float = 10.0
     shutdown_s: float = 1.0
+    drain_s: float = 0.0
+    aliases: tuple[str, ...] = ()
+    strict: bool = False
+    api_key_file: Path | None = None
+    dropped_lines: tuple[str, ...] = ("x-anthropic-billing-header:",)
 
     def __post_init__(self) -> None:
         for name in ("prefill_chunk", "max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s is {self.drain_s}, expected seconds, 0 or more")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}, expected 0..65535 (0 takes a free one)")
         if self.max_context is not None and self.max_context < 2:

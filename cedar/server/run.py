@@ -16,7 +16,10 @@ import uvicorn
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles
 from cedar.errors import ConfigError
-from cedar.server.app import Service, create_app
+from cedar.server.app import create_app
+from cedar.server.service import Service
+
+log = logging.getLogger("cedar.server")
 
 
 class _Server(uvicorn.Server):
@@ -82,6 +85,23 @@ async def serve(
         server.should_exit = True
         service.stop()
 
+    def told_to_stop() -> None:
+        if config.drain_s == 0 or service.draining or not service.open:
+            stop()
+            return
+        log.info("draining: %d requests are open, at most %g s", len(service.open), config.drain_s)
+        service.drain()
+        end_s = loop.time() + config.drain_s
+
+        def look() -> None:
+            if not service.open or loop.time() >= end_s:
+                if not server.should_exit:
+                    stop()
+            else:
+                loop.call_later(0.05, look)
+
+        look()
+
     def loaded(engine: Any) -> None:
         service.ready(engine)
         service.stop() if server.should_exit else on_ready()
@@ -101,7 +121,7 @@ async def serve(
                 loop.call_soon_threadsafe(loaded, engine)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, told_to_stop)
     threading.Thread(target=work, name="cedar-load", daemon=True).start()
     try:
         await server.serve(sockets=[listener])

@@ -1,39 +1,38 @@
-"""What a client may send and what it gets back, in OpenAI's shapes with DeepSeek's fields.
+"""What a client may send, and the shapes that several routes share.
 
-Source: serving.md 6.2 to 6.4.
+Every route of answers ends up as a `ChatRequest` or a `CompletionRequest`: the others are translated first, so a
+field means the same whatever API it came by.
+
+Source: serving.md 6.2 to 6.4, 6.6.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from cedar.chat.effort import DEFAULT_EFFORT, effort_number
-from cedar.chat.encode import Conversation, Message, Special, parse_messages, parse_tools
-from cedar.chat.parse import Answer, AnswerReader, CallDelta, Delta
+from cedar.chat.encode import Conversation, Message, Special, Tool, parse_messages, parse_tools
+from cedar.chat.grammar import check_schema
 from cedar.chat.tokenizer import IMAGE
 from cedar.config.serve import GenerationDefaults
-from cedar.engine.request import Finished
+from cedar.engine.request import DecoderReplay, Finished
 from cedar.errors import RequestError
 
 MAX_STOPS = 16
+MAX_TOOLS = 128
 
-# understood by other servers, without effect here yet: the answer says so instead of failing
-_IGNORED = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "parallel_tool_calls",
-)
 # without effect on the answer by their nature
-_SILENT = ("user", "user_id", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_SILENT = (
+    "user", "user_id", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "verbosity",
+)  # fmt: skip
+
+Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct):
@@ -44,31 +43,27 @@ class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled"]
 
 
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/chat/completions`; messages, tools and effort have checks of their own in `cedar.chat`."""
+class Fields(msgspec.Struct, kw_only=True):
+    """What chat and plain completions have in common: how tokens are chosen, and how the answer is sent."""
 
     model: str
-    messages: Any
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
     stop: str | list[str] | None = None
-    n: int | None = None
-    thinking: Thinking | None = None
-    reasoning_effort: str | int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    response_format: Any = None
-
-    @property
-    def answer_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOPS)] | None = None
+    decoder_replay: DecoderReplay | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -78,12 +73,72 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def check(self) -> None:
+        """What types alone do not say.
 
-def parse_chat_request(body: bytes) -> tuple[ChatRequest, list[str]]:
-    """The request, and warnings about fields that had no effect.
+        Raises:
+            RequestError: The field is named.
+        """
+        if len(self.stops) > MAX_STOPS or "" in self.stops:
+            raise RequestError(
+                f"stop holds {len(self.stops)} strings, expected at most {MAX_STOPS}, none empty", param="stop"
+            )
+        for token_id in self.logit_bias or ():
+            if not (token_id.isascii() and token_id.isdigit()):
+                raise RequestError(
+                    f"logit_bias has the key {token_id!r}, expected token ids (POST /tokenize gives them)",
+                    param="logit_bias",
+                )
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `ModelFiles.sampling`, but for the answer's length and log-probabilities."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": [(int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()],
+            "seed": self.seed,
+            "stop_token_ids": self.stop_token_ids or (),
+        }
+
+
+class ChatRequest(Fields, kw_only=True):
+    """`POST /v1/chat/completions`; messages, tools and effort have checks of their own in `cedar.chat`."""
+
+    messages: Any
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    thinking: Thinking | None = None
+    reasoning_effort: str | int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object.
 
     Raises:
-        RequestError: Not JSON, not an object, or a field of the wrong type or range (`param` names it).
+        RequestError: `invalid_json`.
     """
     try:
         values = msgspec.json.decode(body)
@@ -92,12 +147,40 @@ def parse_chat_request(body: bytes) -> tuple[ChatRequest, list[str]]:
     if not isinstance(values, dict):
         kind = {list: "a list", str: "a string", type(None): "null"}.get(type(values), "a number or a boolean")
         raise RequestError(f"the body is {kind}, expected a JSON object", code="invalid_json")
+    return values
+
+
+def convert(values: Mapping[str, Any], kind: type[Parsed], *, strict: bool = False) -> tuple[Parsed, list[str]]:
+    """The request of an object, and warnings about fields that had no effect.
+
+    Raises:
+        RequestError: A field of the wrong type or range (`param` names it), or in strict mode an unknown one.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    warnings = []
+    for name in values:
+        if name in known or name in _SILENT:
+            continue
+        if strict:
+            raise RequestError(
+                f"unknown field {name!r}; this server is strict: leave it out", param=name, code="unknown_field"
+            )
+        warnings.append(f"unknown field {name!r} was ignored")
     try:
-        request = msgspec.convert(values, ChatRequest)
+        return msgspec.convert(values, kind), warnings
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
-    _check(request)
-    return request, _warnings(values)
+
+
+def parse_chat_request(body: bytes, *, strict: bool = False) -> tuple[ChatRequest, list[str]]:
+    """The request, and warnings about fields that had no effect.
+
+    Raises:
+        RequestError: Not JSON, not an object, or a field of the wrong type or range (`param` names it).
+    """
+    request, warnings = convert(parse_object(body), ChatRequest, strict=strict)
+    request.check()
+    return request, warnings
 
 
 def _named(message: str) -> RequestError:
@@ -111,72 +194,125 @@ def _named(message: str) -> RequestError:
     return RequestError(f"{param}: {what[:1].lower()}{what[1:].replace('`', '')}", param=param or None)
 
 
-def _check(request: ChatRequest) -> None:
-    if len(request.stops) > MAX_STOPS or "" in request.stops:
-        raise RequestError(
-            f"stop holds {len(request.stops)} strings, expected at most {MAX_STOPS}, none empty", param="stop"
-        )
-    if request.n not in (None, 1):
-        raise RequestError(f"n is {request.n}; this server gives one answer a request, send it n times", param="n")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"tool_choice is {msgspec.json.encode(request.tool_choice).decode()}; this server supports auto and none",
-            param="tool_choice",
-        )
-    kind = (
-        request.response_format.get("type") if isinstance(request.response_format, Mapping) else request.response_format
-    )
-    if kind not in (None, "text", "json_object"):
-        raise RequestError(
-            f"response_format is {kind!r}; this server supports text and json_object", param="response_format.type"
-        )
+def thinking_of(request: ChatRequest, defaults: GenerationDefaults) -> tuple[bool, int]:
+    """Whether the model reasons, and with what effort.
+
+    The first of these that is there decides: `reasoning_effort` none, `thinking`, any other effort, the model's
+    default.
+
+    Raises:
+        RequestError: An effort that nobody knows.
+    """
+    effort = None if request.reasoning_effort is None else effort_number(request.reasoning_effort)
+    if request.reasoning_effort is not None and effort is None:
+        return False, DEFAULT_EFFORT
+    if request.thinking is not None:
+        return request.thinking.type == "enabled", effort or DEFAULT_EFFORT
+    return effort is not None or defaults.thinking, effort or DEFAULT_EFFORT
 
 
-def _warnings(values: dict[str, Any]) -> list[str]:
-    known = {field.name for field in msgspec.structs.fields(ChatRequest)}
-    warnings = []
-    for name, value in values.items():
-        if name in _IGNORED and value not in (None, 0, 1, False, {}):
-            warnings.append(f"{name} has no effect on this server")
-        elif name not in known and name not in _IGNORED and name not in _SILENT:
-            warnings.append(f"unknown field {name!r} was ignored")
-    return warnings
-
-
-def conversation(request: ChatRequest, defaults: GenerationDefaults) -> Conversation:
+def conversation(
+    request: ChatRequest,
+    defaults: GenerationDefaults,
+    *,
+    dropped_lines: Sequence[str] = (),
+    param: str = "messages",
+) -> Conversation:
     """What the prompt is made of.
 
-    Thinking is on or off by the first of these that is there: `reasoning_effort` none, `thinking`, any other
-    effort, the model's default.
+    Args:
+        dropped_lines: A line of a system message that begins with one of these is left out: some clients put a
+            number there that differs in every request, and nothing could be found in a cache.
 
     Raises:
         RequestError: A message, a tool or an effort that cannot be understood, or an image.
     """
-    messages = parse_messages(request.messages)
+    messages = parse_messages(request.messages, param=param)
     for i, message in enumerate(messages):
         if not isinstance(message.content, str) and Special(IMAGE) in message.content:
             raise RequestError(
                 "images are not enabled: this model has no vision tower; send text only",
-                param=f"messages[{i}].content[{message.content.index(Special(IMAGE))}]",
+                param=f"{param}[{i}].content[{message.content.index(Special(IMAGE))}]",
                 code="invalid_image",
             )
-    effort = None if request.reasoning_effort is None else effort_number(request.reasoning_effort)
-    if request.reasoning_effort is not None and effort is None:
-        thinking = False
-    elif request.thinking is not None:
-        thinking = request.thinking.type == "enabled"
-    else:
-        thinking = effort is not None or defaults.thinking
-    as_json = isinstance(request.response_format, Mapping) and request.response_format.get("type") == "json_object"
-    tools = () if request.tools is None or request.tool_choice == "none" else parse_tools(request.tools)
+    thinking, effort = thinking_of(request, defaults)
+    continues = _continues(request.messages, messages)
+    schema = answer_schema(request)
+    if continues and (schema is not None or tool_choice(request)[0] == "required"):
+        raise RequestError("an answer with a prefix cannot have a response_format or a forced tool", param=param)
+    mode, _ = tool_choice(request)
     return Conversation(
-        messages=messages,
-        tools=tools,
+        messages=tuple(_without_lines(message, dropped_lines) for message in messages),
+        tools=() if request.tools is None or mode == "none" else offered_tools(request.tools),
         thinking=thinking,
-        effort=effort or DEFAULT_EFFORT,
-        response_format={"type": "json_object"} if as_json else None,
-        continue_last=_continues(request.messages, messages),
+        effort=effort,
+        response_format={"type": "json_object"} if schema == {"type": "object"} else schema,
+        continue_last=continues,
     )
+
+
+def offered_tools(raw: object) -> tuple[Tool, ...]:
+    """The tools of a request, within the limits.
+
+    Raises:
+        RequestError: Not function tools, too many, a name given twice, or a schema that is none or too large.
+    """
+    tools = parse_tools(raw)
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"there are {len(tools)} tools, expected at most {MAX_TOOLS}", param="tools")
+    for i, tool in enumerate(tools):
+        check_schema(tool.parameters or {}, f"tools[{i}].function.parameters")
+        if tool.name in {other.name for other in tools[:i]}:
+            raise RequestError(f"two tools are called {tool.name!r}", param=f"tools[{i}].function.name")
+    return tools
+
+
+def tool_choice(request: ChatRequest) -> tuple[Literal["none", "auto", "required"], str]:
+    """The mode, and the name of the function that must be called if there is one.
+
+    Raises:
+        RequestError: Something else.
+    """
+    choice = request.tool_choice
+    if choice is None:
+        return "auto", ""
+    if choice in ("none", "auto", "required"):
+        return choice, ""
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+        if isinstance(name, str):
+            return "required", name
+    raise RequestError(
+        f"tool_choice is {msgspec.json.encode(choice).decode()}, expected none, auto, required or "
+        '{"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )
+
+
+def answer_schema(request: ChatRequest) -> Mapping[str, Any] | None:
+    """The JSON schema that the answer must follow, or None.
+
+    Raises:
+        RequestError: A `response_format` of an unknown type or without its schema.
+    """
+    form = request.response_format
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema" or not isinstance(form, Mapping):
+        raise RequestError(
+            f"response_format is {kind!r}, expected text, json_object or json_schema", param="response_format.type"
+        )
+    holder = form.get("json_schema")
+    if not isinstance(holder, Mapping) or "schema" not in holder:
+        raise RequestError(
+            "response_format.json_schema needs a schema", param="response_format.json_schema.schema"
+        )  # fmt: skip
+    check_schema(holder["schema"], "response_format.json_schema.schema")
+    return dict(holder["schema"])
 
 
 def in_reasoning(prompt: Conversation) -> bool:
@@ -189,100 +325,34 @@ def _continues(raw: Any, messages: tuple[Message, ...]) -> bool:
     return messages[-1].role == "assistant" and bool(raw[-1].get("prefix"))
 
 
-class Reply:
-    """One answer on its way: the chunks of a stream, or the whole body at the end."""
+def _without_lines(message: Message, starts: Sequence[str]) -> Message:
+    if message.role != "system" or not starts:
+        return message
 
-    def __init__(
-        self, reader: AnswerReader, *, request_id: str, model: str, fingerprint: str, warnings: list[str]
-    ) -> None:
-        self._reader = reader
-        self.answer = Answer()
-        self._id = f"chatcmpl-{request_id}"
-        self._model, self._fingerprint = model, fingerprint
-        self._created = int(time.time())
-        self._warnings = warnings
+    def kept(text: str) -> str:
+        if not any(start in text for start in starts):
+            return text
+        return "\n".join(line for line in text.split("\n") if not line.startswith(tuple(starts)))
 
-    def first_chunk(self) -> dict[str, Any]:
-        chunk = self._chunk({"role": "assistant", "content": ""})
-        return {**chunk, "warnings": self._warnings} if self._warnings else chunk
-
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        self.answer.add([delta])
-        if delta.reasoning:
-            return self._chunk({"reasoning_content": delta.reasoning})
-        if delta.call is not None:
-            return self._chunk({"tool_calls": [_call_delta(delta.call)]})
-        return self._chunk({"content": delta.content})
-
-    def last_chunks(self, end: Finished, *, include_usage: bool) -> list[dict[str, Any]]:
-        """The chunk with the reason; usage rides on it, or comes in one of its own if that was asked for."""
-        chunk = {**self._chunk({}, self._reason(end)), "timings": timings(end), **self._parse_error()}
-        usage = self._usage(end)
-        if not include_usage:
-            return [{**chunk, "usage": usage}]
-        return [chunk, {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}]
-
-    def body(self, end: Finished) -> dict[str, Any]:
-        """The answer in one piece; a call whose arguments are no JSON object is shown as text instead."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.answer.content}
-        if self.answer.reasoning:
-            message["reasoning_content"] = self.answer.reasoning
-        error = self._parse_error()
-        reason = self._reason(end)
-        if error:
-            message["content"] += "".join(f"\n{call.name}({call.arguments})" for call in self.answer.calls)
-            reason = "stop" if reason == "tool_calls" else reason
-        elif self.answer.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.answer.calls
-            ]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        body = {**self._envelope("chat.completion"), "choices": [choice], "usage": self._usage(end), **error}
-        body["timings"] = timings(end)
-        return {**body, "warnings": self._warnings} if self._warnings else body
-
-    def _reason(self, end: Finished) -> str:
-        return "tool_calls" if self.answer.calls and end.reason == "stop" else end.reason
-
-    def _parse_error(self) -> dict[str, Any]:
-        broken = [call.name for call in self.answer.calls if not call.valid]
-        return {"tool_parse_error": f"the arguments of {broken[0]!r} are not a JSON object"} if broken else {}
-
-    def _usage(self, end: Finished) -> dict[str, Any]:
-        return {
-            "prompt_tokens": end.prompt_tokens,
-            "completion_tokens": end.completion_tokens,
-            "total_tokens": end.prompt_tokens + end.completion_tokens,
-            "prompt_cache_hit_tokens": 0,
-            "prompt_cache_miss_tokens": end.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
-        }
-
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-        }
-
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
+    if isinstance(message.content, str):
+        return replace(message, content=kept(message.content))
+    pieces = [kept(piece) if isinstance(piece, str) else piece for piece in message.content]
+    return replace(message, content=tuple(piece for piece in pieces if piece != ""))
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    if call.id:
-        return {
-            "index": call.index,
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": ""},
-        }
-    return {"index": call.index, "function": {"arguments": call.arguments}}
+def usage(ends: Sequence[Finished], *, reasoning_tokens: int) -> dict[str, Any]:
+    """OpenAI's and DeepSeek's counts; several answers to one prompt count it once."""
+    first = ends[0]
+    completion_tokens = sum(end.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": first.prompt_tokens + completion_tokens,
+        "prompt_cache_hit_tokens": first.cached_tokens,
+        "prompt_cache_miss_tokens": first.prompt_tokens - first.cached_tokens,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens, "image_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
 
 
 def timings(end: Finished) -> dict[str, Any]:
@@ -296,9 +366,23 @@ def timings(end: Finished) -> dict[str, Any]:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's shape of an error."""
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error(message: str, *, status: int, request_id: str) -> dict[str, Any]:
+    """Anthropic's shape of an error."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -96,9 +96,10 @@ async def read_answers(
     while running:
         wake = said + ping_s if deadline is None else min(said + ping_s, deadline)
         got = await mailbox.get(max(0.0, wake - loop.time()))
-        if got is None or isinstance(got[1], Progress):
-            if got is not None:
-                comment = f": prefill {got[1].done / got[1].total:.1%}\n\n".encode()
+        event = None if got is None else got[1]
+        if got is None or isinstance(event, Progress):
+            if isinstance(event, Progress):
+                comment = f": prefill {event.done / event.total:.1%}\n\n".encode()
             if deadline is not None and loop.time() >= deadline:
                 for cancel in cancels:
                     cancel()
@@ -112,8 +113,7 @@ async def read_answers(
                 yield comment
             continue
         comment, said = PING, loop.time()
-        index, event = got
-        reader = readers[index]
+        index, reader = got[0], readers[got[0]]
         if isinstance(event, Finished):
             running -= 1
             if reader.stopped and event.reason == "cancelled":

@@ -14,8 +14,9 @@ import pytest
 
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
-from cedar.server.app import Service, create_app
+from cedar.server.app import create_app
 from cedar.server.run import _Server
+from cedar.server.service import Service
 
 
 @pytest.fixture(scope="session")
