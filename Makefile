@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 BUILT  := $(VENV)/.built
 # the tests that take seconds, whatever the machine
 SECONDS_TIER := tests/config tests/planner tests/formats tests/chat tests/engine tests/kernels tests/cli/test_main.py \
-	$(wildcard tests/test_*.py)
+	$(filter-out tests/test_examples.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci
