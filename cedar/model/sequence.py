@@ -120,14 +120,14 @@ class SequenceState:
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
-        self.windows = [
-            RowStore(attention.head_dim, window_format, dtype, device) for _ in range(config.num_layers)
-        ]
+        self.windows = [RowStore(attention.head_dim, window_format, dtype, device) for _ in range(config.num_layers)]
         for window in self.windows:
             window.reserve(self.num_slots)
         main_format = FP4_MAIN if rounding.main_kv else None
         key_format = FP4_INDEX if rounding.index else None
-        self.entries = {s: RowStore(attention.head_dim, main_format, dtype, device) for s in attention.kv_source_layer_ids}
+        self.entries = {
+            s: RowStore(attention.head_dim, main_format, dtype, device) for s in attention.kv_source_layer_ids
+        }
         self.keys = {s: RowStore(indexer.head_dim, key_format, dtype, device) for s in attention.kv_source_layer_ids}
         self.tails: dict[int, tuple[Tensor, Tensor]] = {}
         self.recent_L = torch.full((config.engram.max_ngram_size - 1,), -1, dtype=torch.int64, device=device)
@@ -161,7 +161,9 @@ class SequenceState:
         """Raise CapacityError if `num_tokens` more would pass the model's limit."""
         limit = self.config.max_position_embeddings
         if self.num_tokens + num_tokens > limit:
-            raise CapacityError(f"{self.num_tokens} tokens are held, {num_tokens} more pass the model's limit of {limit}")
+            raise CapacityError(
+                f"{self.num_tokens} tokens are held, {num_tokens} more pass the model's limit of {limit}"
+            )
 
     def lookbacks(self, ids_T: Tensor) -> Tensor:
         """Raw ids of the next rows and their look-backs, newest first [T, L], -1 where dead."""
@@ -296,9 +298,7 @@ class SequenceStep:
             rule=self.state.selection_rule,
         )
 
-    def attend(
-        self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         num_window = self.state.config.attention.sliding_window
         window_TWC = sliding(self._window_RC, num_window)
         column_W = torch.arange(1 - num_window, 1, device=query_THC.device)

@@ -5,6 +5,7 @@ B packs, S rows a pack, T rows, N streams, D hidden, V vocabulary, L look-backs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,10 +73,9 @@ class Transformer(nn.Module):
         self.rope = Rope(config, device)
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self.embed.weight = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        )
-        self.layers = nn.ModuleList(
+        self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype))
+        # a ModuleList forgets the type of what it holds
+        self.layers: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
                 config,
                 plan,
@@ -127,7 +127,9 @@ class Transformer(nn.Module):
         """
         config = self.config
         if ids_BS.dim() != 2 or ids_BS.shape[1] == 0:
-            raise ShapeError(f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row")
+            raise ShapeError(
+                f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row"
+            )
         if form == "gathered" and (segment_start_BS is not None or window_floor_BS is not None or collect):
             raise ShapeError("forward: the gathered form takes one sample a pack, no window floor and collects nothing")
         start_BS = torch.zeros_like(ids_BS) if segment_start_BS is None else segment_start_BS
