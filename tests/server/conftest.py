@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,9 +93,10 @@ class ScriptedEngine:
 
         cancelled = self.cancelled = threading.Event()
         self.requests.append(request)
+        events = self.events
 
         def say() -> None:
-            for delay, event in self.events:
+            for delay, event in events:
                 if cancelled.wait(delay):
                     on_event(Finished(reason="cancelled", prompt_tokens=len(request.prompt_ids)))
                     return
@@ -105,6 +107,57 @@ class ScriptedEngine:
 
     def close(self, timeout_s: float = 0) -> None:
         self.cancelled.set()
+
+
+def markup(files: ModelFiles, text: str) -> list[int]:
+    """Token ids of what a model would say: special tokens where their names stand, plain text between."""
+    special = files.tokenizer.special
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    return [i for part in parts for i in ([special[part]] if part in special else files.tokenizer.encode(part))]
+
+
+class Actor(ScriptedEngine):
+    """A stand-in model: answers its n-th request with the n-th of its lines, the last one for ever."""
+
+    def __init__(self, files: ModelFiles, lines: Sequence[str], *, token_s: float = 0.0) -> None:
+        super().__init__([])
+        self._files, self._lines, self._token_s = files, lines, token_s
+        self._lock = threading.Lock()
+
+    def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
+        from cedar.engine.request import Finished, Token
+
+        with self._lock:
+            line = self._lines[min(len(self.requests), len(self._lines) - 1)]
+            ids = markup(self._files, line)
+            cut = ids[: request.sampling.max_tokens]
+            self.events = [(self._token_s, Token(i)) for i in cut]
+            end = Finished(
+                reason="stop" if len(cut) == len(ids) else "length",
+                prompt_tokens=len(request.prompt_ids),
+                completion_tokens=len(cut),
+            )
+            self.events.append((0, end))
+            return super().submit(request, on_event)
+
+    def prompt(self, number: int = -1) -> str:
+        """The text of a prompt it was given."""
+        return self._files.tokenizer.decode(self.requests[number].prompt_ids)
+
+
+@pytest.fixture
+def acted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, Actor]]]:
+    """Builds a server whose model is an actor."""
+    made: list[Running] = []
+
+    def build(*lines: str, token_s: float = 0.0, **config: Any) -> tuple[Running, Actor]:
+        engine = Actor(files, lines, token_s=token_s)
+        made.append(Running(files, ServeConfig(**config), engine))
+        return made[-1], engine
+
+    yield build
+    for running in made:
+        running.stop()
 
 
 @pytest.fixture
