@@ -86,19 +86,21 @@ class Grammars:
         think = f"THINK: /(?s:.+)/ & ~/(?s:.*)({marks})(?s:.*)/"
         return self._compile(f"start: THINK? {end} body\n{think}\n{lark}", param=param)
 
+    # llguidance reads the longest word that fits, so no word may begin like another at the same place unless the
+    # mark follows: a line end before "<" and the one before "</" belong to the words
     def _block(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Rules of a block of calls, after the mark that opens it."""
+        more = f'("\\n<" {self._dsml} call)* ' if parallel else ""
         lines = [
-            f'block: " calls>\\n" call {"(" + _quoted(chr(10)) + " call)* " if parallel else ""}"\\n</" {self._dsml} '
-            '" calls>"',
+            f'block: " calls>\\n<" {self._dsml} call {more}"\\n</" {self._dsml} " calls>"',
             f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
             r"RAW: /(?s:.*)<\//",
             r'NAME: /[^"\n]+/',
         ]
         for i, tool in enumerate(tools):
+            head = _quoted(f' invoke name="{tool.name}">')
             lines += [
-                f'call_{i}: "<" {self._dsml} {_quoted(f""" invoke name="{tool.name}">""")} "\\n" first_{i}_0 '
-                f'"\\n</" {self._dsml} " invoke>"',
+                f'call_{i}: {head} first_{i}_0 "\\n</" {self._dsml} " invoke>"',
                 *self._parameters(i, tool),
             ]
         return "\n".join(lines)
@@ -123,19 +125,20 @@ class Grammars:
             skip = "" if key in required else f" | first_{i}_{k + 1}"
             more = "" if key in required else f" | more_{i}_{k + 1}"
             lines += [
-                f"first_{i}_{k}: value_{i}_{k} more_{i}_{k + 1}{skip}",
-                f'more_{i}_{k}: "\\n" value_{i}_{k} more_{i}_{k + 1}{more}',
+                f'first_{i}_{k}: "\\n<" value_{i}_{k} more_{i}_{k + 1}{skip}',
+                f'more_{i}_{k}: "\\n<" value_{i}_{k} more_{i}_{k + 1}{more}',
                 *self._value(f"{i}_{k}", key, {**shared, **part}, schema),
             ]
-        return [*lines, f'first_{i}_{count}: ""', f'more_{i}_{count}: ""']
+        # a call without parameters has an empty line where they would stand
+        return [*lines, f'first_{i}_{count}: "\\n"', f'more_{i}_{count}: ""']
 
     def _any_parameters(self, i: int, schema: Mapping[str, Any]) -> list[str]:
         # no names are known: a function without parameters, unless the schema says that anything goes
         if not schema.get("additionalProperties"):
-            return [f'first_{i}_0: ""']
+            return [f'first_{i}_0: "\\n"']
         return [
-            f'first_{i}_0: (value_{i} ("\\n" value_{i})*)?',
-            f'value_{i}: "<" {self._dsml} " parameter name=\\"" NAME (raw_{i} | json_{i}) {self._dsml} " parameter>"',
+            f'first_{i}_0: "\\n" | ("\\n<" value_{i})+',
+            f'value_{i}: {self._dsml} " parameter name=\\"" NAME (raw_{i} | json_{i}) {self._dsml} " parameter>"',
             f'raw_{i}: "\\" string=\\"true\\">" RAW',
             f'json_{i}: "\\" string=\\"false\\">" any_{i} "</"',
             f"any_{i}: {_json({})}",
@@ -144,12 +147,12 @@ class Grammars:
     def _value(self, name: str, key: str, part: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
         """Rules `value_NAME` of one parameter: raw text, JSON, or either."""
         kinds = _kinds(part, root)
-        head = f'"<" {self._dsml} ' + _quoted(f' parameter name="{key}" string=')
+        head = f"{self._dsml} " + _quoted(f' parameter name="{key}" string=')
         tail = f'{self._dsml} " parameter>"'
         lines, forms = [], []
         if "string" in kinds:
             forms.append(f'"\\"true\\">" text_{name}')
-            lines.append(f"text_{name}: {_raw(part)}")
+            lines.append(f"text_{name}: {' | '.join(_raw(leaf) for leaf in _strings(part, root))}")
         if kinds - {"string"}:
             forms.append(f'"\\"false\\">" json_{name} "</"')
             lines.append(f"json_{name}: {_json(part)}")
@@ -257,14 +260,31 @@ def _raw(part: Mapping[str, Any]) -> str:
     return rf"/(?s:.{{{low},{'' if high is None else high}}})<\//"
 
 
-def _kinds(part: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema admits, as far as it says so plainly."""
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and depth < 8:
+def _strings(part: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
+    """The schemas of its strings, references and alternatives resolved."""
+    for name in ("anyOf", "oneOf"):
+        branches = part.get(name)
+        if isinstance(branches, list) and depth < 8:
+            able = [b for b in branches if isinstance(b, Mapping) and "string" in _kinds(b, root)]
+            return [leaf for branch in able for leaf in _strings(branch, root, depth + 1)]
+    return [_resolved(part, root)]
+
+
+def _resolved(part: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    for _ in range(8):
+        reference = part.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
         target: Any = root
         for name in reference[2:].split("/"):
             target = target.get(name, {}) if isinstance(target, Mapping) else {}
-        return _kinds(target, root, depth + 1) if isinstance(target, Mapping) else _ALL_KINDS
+        part = target if isinstance(target, Mapping) else {}
+    return part
+
+
+def _kinds(part: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema admits, as far as it says so plainly."""
+    part = _resolved(part, root)
     if "const" in part or isinstance(part.get("enum"), list):
         values = [part["const"]] if "const" in part else part["enum"]
         return frozenset("string" if isinstance(value, str) else "object" for value in values) or _ALL_KINDS
@@ -275,7 +295,7 @@ def _kinds(part: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> 
         return frozenset(kind)
     for name in ("anyOf", "oneOf"):
         branches = part.get(name)
-        if isinstance(branches, list) and branches:
+        if isinstance(branches, list) and branches and depth < 8:
             found = [_kinds(branch, root, depth + 1) for branch in branches if isinstance(branch, Mapping)]
-            return frozenset().union(*found)
+            return frozenset[str]().union(*found)
     return _ALL_KINDS

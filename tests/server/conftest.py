@@ -76,6 +76,16 @@ def server(files: ModelFiles) -> Iterator[Running]:
     running.engine.close()
 
 
+@pytest.fixture(scope="session")
+def roomy(files: ModelFiles) -> Iterator[Running]:
+    """The same with room for the prompts of tools, in a vocabulary that is nearly letters."""
+    config = ServeConfig(max_context=8192, prefill_chunk=512)
+    running = Running(files, config, start_engine(files, config))
+    yield running
+    running.stop()
+    running.engine.close()
+
+
 class ScriptedEngine:
     """Says what it is told, when it is told: `events` of (seconds to wait, event).
 
