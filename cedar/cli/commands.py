@@ -13,7 +13,7 @@ import typer
 app = typer.Typer(
     name="cedar",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -200,8 +200,18 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model; its directory otherwise.")] = None,
     context: Annotated[int | None, CONTEXT] = None,
     prefill_chunk: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens per step.")] = 256,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Another name that clients may use; * takes any. Repeat for more.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Let only the keys of this file in; `cedar key` makes one.")
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
+    ] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
 ) -> None:
-    """Serve a model over HTTP: the OpenAI chat API, and a page to talk to it."""
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page to talk to it."""
     import asyncio
     import logging
     import os
@@ -215,7 +225,16 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     files = open_model(model, name=name)
-    config = ServeConfig(host=host, port=port, max_context=context, prefill_chunk=prefill_chunk)
+    config = ServeConfig(
+        host=host,
+        port=port,
+        max_context=context,
+        prefill_chunk=prefill_chunk,
+        aliases=tuple(alias or ()),
+        api_key_file=api_key_file,
+        drain_s=drain,
+        strict=strict,
+    )
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -225,7 +244,7 @@ def serve(
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
         f"context {config.context(files.config):,} tokens\n"
         f"page     {url}/\n"
-        f"API      {url}/v1\n"
+        f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
         "loading the weights",
         flush=True,

@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from cedar.cli import operations
 from cedar.cli.commands import app
 from cedar.errors import CedarError
 from cedar.version import version
+
+app.command()(operations.doctor)
+app.command()(operations.key)
+app.add_typer(operations.bench, name="bench")
 
 
 def _print_version(asked: bool) -> None:

@@ -75,15 +75,16 @@ def _responses(*statuses: int) -> dict[str, Any]:
 
 def _say_what_types_cannot(components: dict[str, Any]) -> None:
     """Fields with checks of their own in `cedar.chat` are open for msgspec: give a reader their shape."""
-    message = {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"type": "string"},
-        },
-    }
-    for name in ("ChatRequest", "MessagesRequest", "CountRequest"):
+    for name, roles in (
+        ("ChatRequest", ["system", "developer", "user", "assistant", "tool"]),
+        ("MessagesRequest", ["user", "assistant", "system"]),
+        ("CountRequest", ["user", "assistant", "system"]),
+    ):
+        message = {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": {"enum": roles}, "content": {"type": "string"}},
+        }
         components[name]["properties"]["messages"] = {"type": "array", "minItems": 1, "items": message}
     components["CompletionRequest"]["properties"]["prompt"] = {
         "anyOf": [

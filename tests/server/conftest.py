@@ -170,6 +170,14 @@ def acted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, Actor]]]:
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def fuzzed(files: ModelFiles) -> Iterator[Running]:
+    """A server that answers two words to whatever is understood."""
+    running = Running(files, ServeConfig(max_context=100_000), Actor(files, ["A fox."]))
+    yield running
+    running.stop()
+
+
 @pytest.fixture
 def scripted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, ScriptedEngine]]]:
     """Builds a server whose engine follows a script."""

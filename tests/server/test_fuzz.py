@@ -1,0 +1,97 @@
+"""Requests made from our own description: whatever comes, the answer has the right shape (about 40 s)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+Running = Any  # the one in conftest.py
+# 500 in CI; `--hypothesis-profile long` cannot reach it, because the number is the point
+NUM_REQUESTS = 500
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/apply_template",
+)
+OPENAI, ANTHROPIC = {"message", "type", "param", "code"}, {"type", "message"}
+
+
+def assert_shape(path: str, response: httpx.Response) -> None:
+    assert response.status_code < 500, (path, response.request.content[:500], response.text)
+    kind = response.headers["content-type"]
+    if response.status_code == 200:
+        assert kind in ("application/json", "text/event-stream; charset=utf-8")
+        return
+    assert kind == "application/json"
+    body = response.json()
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body["error"]) == ANTHROPIC and body["request_id"]
+    else:
+        assert set(body["error"]) == OPENAI and body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bodies_of_the_description(fuzzed: Any, path: str) -> None:
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{fuzzed.url}/openapi.json").json())
+    statuses: set[int] = set()
+    client = httpx.Client(base_url=fuzzed.url, timeout=30)
+
+    @given(data=st.data())
+    @settings(
+        max_examples=NUM_REQUESTS // len(PATHS) + 1,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def ask(data: st.DataObject) -> None:
+        case = data.draw(schema[path]["POST"].as_strategy())
+        body = case.body
+        if not isinstance(body, dict):
+            return
+        # often a name that exists, and not every field of a kind of its own, so that more than one check is reached
+        if data.draw(st.booleans()):
+            body["model"] = "nonsense"
+            body["max_tokens"] = 2
+            for name in ("tools", "tool_choice", "system", "thinking", "output_config", "response_format"):
+                if name in body and data.draw(st.integers(0, 3)):
+                    del body[name]
+        response = client.post(path, json=body)
+        statuses.add(response.status_code)
+        assert_shape(path, response)
+
+    ask()
+    client.close()
+    assert {200, 400, 404} <= statuses
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from(PATHS), field=st.integers(0, 30), value=_JSON)
+def test_any_value_in_any_field(fuzzed: Any, path: str, field: int, value: Any) -> None:
+    described = httpx.get(f"{fuzzed.url}/openapi.json").json()
+    reference = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    names = sorted(described["components"]["schemas"][reference.rpartition("/")[2]]["properties"])
+    turn = [{"role": "user", "content": "Hi"}]
+    body: dict[str, Any] = {"model": "nonsense", "messages": turn, "input": "Hi", "prompt": "Hi", "max_tokens": 2}
+    body[names[field % len(names)]] = value
+    assert_shape(path, httpx.post(fuzzed.url + path, json=body, timeout=30))
