@@ -338,7 +338,7 @@ def describe(
         What training.json says.
     """
     model, tokenizer, facts = load_model(folder)
-    facts["recall"] = evaluate_recall(folder, length=None, count=count, questions=8, seed=0)
+    facts["recall"] = evaluate_recall(folder, length=None, count=count, questions=None, seed=0)
     file = Path(config.data.folder) / "stories" / "validation"
     if file.is_dir():
         facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
@@ -476,7 +476,9 @@ def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_to
     return {"model": str(folder), **evaluate.text(model, tokenizer, held_out, length=length, max_tokens=max_tokens)}
 
 
-def evaluate_recall(folder: str | Path, *, length: int | None, count: int, questions: int, seed: int) -> dict[str, Any]:
+def evaluate_recall(
+    folder: str | Path, *, length: int | None, count: int, questions: int | None, seed: int
+) -> dict[str, Any]:
     """`evaluate.recall` of a model folder at twice its trained length, or at `length`.
 
     Raises:
