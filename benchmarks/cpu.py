@@ -33,9 +33,7 @@ from cedar.planner import flops
 from cedar.planner.memory import active_decode_parameters, active_prefill_parameters
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = (
-    "date commit machine op case us_median us_spread tokens_per_s bytes flops limit_fraction peer peer_us".split()
-)
+COLUMNS = "date commit machine op case us_median us_spread tokens_per_s bytes flops limit_fraction peer peer_us".split()
 
 
 def machine() -> str:
