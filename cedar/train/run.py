@@ -78,10 +78,10 @@ def prepare(
     tokenizer.save(out)
     infos: dict[str, Any] = {}
     if texts is not None:
-        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=str(texts))
+        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=Path(texts).name)
         held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
         infos["stories/validation"] = write_texts(
-            held_out, out / "stories" / "validation", tokenizer, source=f"{texts} (validation)"
+            held_out, out / "stories" / "validation", tokenizer, source=f"{Path(texts).name} (validation)"
         )
     if chats is not None:
         render_chat = _chat_renderer(tokenizer)
@@ -93,7 +93,7 @@ def prepare(
                 tokenizer,
                 render=render_chat,
                 max_tokens=max_chat_tokens,
-                source=str(chats),
+                source=Path(chats).name,
             )
     for name, info in infos.items():
         report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
