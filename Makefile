@@ -70,6 +70,9 @@ vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py -
 numbers: setup  ## docs/numbers.md and the README's table, from the planner
 	@$(BIN)/python scripts/make_numbers.py
 
+bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
+	@$(BIN)/python benchmarks/cpu.py
+
 size: setup  ## lines of each package against its target
 	@$(BIN)/python scripts/size.py
 

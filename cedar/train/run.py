@@ -78,10 +78,10 @@ def prepare(
     tokenizer.save(out)
     infos: dict[str, Any] = {}
     if texts is not None:
-        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=str(texts))
+        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=Path(texts).name)
         held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
         infos["stories/validation"] = write_texts(
-            held_out, out / "stories" / "validation", tokenizer, source=f"{texts} (validation)"
+            held_out, out / "stories" / "validation", tokenizer, source=f"{Path(texts).name} (validation)"
         )
     if chats is not None:
         render_chat = _chat_renderer(tokenizer)
@@ -93,7 +93,7 @@ def prepare(
                 tokenizer,
                 render=render_chat,
                 max_tokens=max_chat_tokens,
-                source=str(chats),
+                source=Path(chats).name,
             )
     for name, info in infos.items():
         report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
@@ -338,7 +338,7 @@ def describe(
         What training.json says.
     """
     model, tokenizer, facts = load_model(folder)
-    facts["recall"] = evaluate_recall(folder, length=None, count=count, questions=8, seed=0)
+    facts["recall"] = evaluate_recall(folder, length=None, count=count, questions=None, seed=0)
     file = Path(config.data.folder) / "stories" / "validation"
     if file.is_dir():
         facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
@@ -476,7 +476,9 @@ def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_to
     return {"model": str(folder), **evaluate.text(model, tokenizer, held_out, length=length, max_tokens=max_tokens)}
 
 
-def evaluate_recall(folder: str | Path, *, length: int | None, count: int, questions: int, seed: int) -> dict[str, Any]:
+def evaluate_recall(
+    folder: str | Path, *, length: int | None, count: int, questions: int | None, seed: int
+) -> dict[str, Any]:
     """`evaluate.recall` of a model folder at twice its trained length, or at `length`.
 
     Raises:
