@@ -170,6 +170,36 @@ def acted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, Actor]]]:
         running.stop()
 
 
+class StandIn(Actor):
+    """An actor whose line follows from the prompt; `log` has the end of each prompt and what was said."""
+
+    def __init__(self, files: ModelFiles, line: Callable[[ModelFiles, str], str]) -> None:
+        super().__init__(files, [""])
+        self._line = line
+        self.log: list[tuple[str, str]] = []
+
+    def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
+        prompt = self._files.tokenizer.decode(request.prompt_ids)
+        said = self._line(self._files, prompt)
+        self._lines = [said]
+        self.log.append((prompt[-200:], said))
+        return super().submit(request, on_event)
+
+
+@pytest.fixture
+def standing_in() -> Iterator[Callable[..., Running]]:
+    """Builds a server of any model's files whose model is a stand-in."""
+    made: list[Running] = []
+
+    def build(files: ModelFiles, config: ServeConfig, line: Callable[[ModelFiles, str], str]) -> Running:
+        made.append(Running(files, config, StandIn(files, line)))
+        return made[-1]
+
+    yield build
+    for running in made:
+        running.stop()
+
+
 @pytest.fixture(scope="module")
 def fuzzed(files: ModelFiles) -> Iterator[Running]:
     """A server that answers two words to whatever is understood."""
