@@ -6,7 +6,7 @@ from there on the block is well formed. With thinking on, the first two begin af
 and the reasoning can neither end the answer nor open a block.
 
 Strings of a call stand raw between their tags, so of their schema only `enum`, `const`, `minLength` and `maxLength`
-are enforced; every other value is JSON of its schema.
+are enforced; every other value is JSON of its schema, as far as llguidance knows its keywords.
 
 Source: engram-dspark-vision-chat.md 5.3, 5.6; serving.md 6.2.
 """
@@ -14,6 +14,7 @@ Source: engram-dspark-vision-chat.md 5.3, 5.6; serving.md 6.2.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ import msgspec
 from cedar.chat.encode import Tool
 from cedar.chat.tokenizer import BOS, DSML, END_THINK, EOS, Tokenizer
 from cedar.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 MAX_SCHEMA_BYTES = 256 * 2**10
 
@@ -68,10 +71,17 @@ class Grammars:
         lark = f'body: format | "\\n\\n<" {self._dsml} block\nformat: {_json(schema)}\n'
         return self._begin(lark + self._block(tools, parallel=parallel), thinking=thinking, param=param)
 
-    def of_optional_calls(self, tools: Sequence[Tool], *, parallel: bool, param: str) -> TokenConstraint:
-        """Any answer, but once it opens a block of calls the block is well formed."""
+    def of_optional_calls(self, tools: Sequence[Tool], *, parallel: bool, param: str) -> TokenConstraint | None:
+        """Any answer, but once it opens a block of calls the block is well formed.
+
+        None if that cannot be promised: agents bring schemas of everybody's making, and no call was asked for.
+        """
         lark = f"start: block\n{self._block(tools, parallel=parallel)}"
-        return self._compile(lark, param=param, trigger=self._tokenizer.special[DSML])
+        try:
+            return self._compile(lark, param=param, trigger=self._tokenizer.special[DSML])
+        except RequestError as error:
+            log.info("calls are not constrained: %s", error)
+            return None
 
     @property
     def _dsml(self) -> str:
@@ -155,7 +165,7 @@ class Grammars:
             lines.append(f"text_{name}: {' | '.join(_raw(leaf) for leaf in _strings(part, root))}")
         if kinds - {"string"}:
             forms.append(f'"\\"false\\">" json_{name} "</"')
-            lines.append(f"json_{name}: {_json(part)}")
+            lines.append(f"json_{name}: {_json(part, lenient=True)}")
         return [f"value_{name}: {head} ({' | '.join(forms)}) {tail}", *lines]
 
     def _compile(self, lark: str, *, param: str, trigger: int | None = None) -> TokenConstraint:
@@ -239,8 +249,9 @@ def check_schema(schema: object, param: str) -> None:
         )
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """A rule's body; `lenient` leaves out what llguidance does not know instead of refusing it."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": lenient}})
 
 
 def _quoted(text: str) -> str:

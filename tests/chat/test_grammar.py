@@ -178,12 +178,25 @@ def test_an_optional_block_is_well_formed_once_opened(grammars: Grammars, toy: T
     # field report C39
     for seed in range(12):
         constraint = grammars.of_optional_calls(TOOLS, parallel=True, param="tools")
-        assert constraint.allowed() is None
+        assert constraint is not None and constraint.allowed() is None
         ids, ended = say(constraint, toy, seed, begin="The river.\n\n<")
         answer = read(ids, toy, thinking=False)
         assert ended and answer.content == "The river." and answer.calls
         for call in answer.calls:
             assert_call(call.name, call.arguments)
+
+
+def test_a_keyword_that_is_not_known_does_not_stop_an_agent(grammars: Grammars, toy: Tokenizer) -> None:
+    # tools of one coding agent carry `propertyNames`; others bring patterns with look-behind
+    known = {"type": "object", "propertyNames": {"pattern": "a"}, "additionalProperties": {"type": "boolean"}}
+    tool = Tool(name="set", description="", parameters={"type": "object", "properties": {"v": known}})
+    assert grammars.of_optional_calls([tool], parallel=True, param="tools") is not None
+    assert grammars.of_calls([tool], thinking=False, parallel=True, param="tools") is not None
+    part = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "string", "pattern": "(?<=a)b"}}]}
+    tool = Tool(name="set", description="", parameters={"type": "object", "properties": {"v": part}})
+    assert grammars.of_optional_calls([tool], parallel=True, param="tools") is None
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        grammars.of_calls([tool], thinking=False, parallel=True, param="tools")
 
 
 def test_any_arguments_where_the_schema_names_none(grammars: Grammars, toy: Tokenizer) -> None:
