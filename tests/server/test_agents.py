@@ -1,7 +1,7 @@
-"""Coding agents from npm complete a turn with a tool call; the model is a stand-in that emits the markup (minutes).
+"""Coding agents from npm, litellm and the `llm` command complete a turn; the model is a stand-in (a minute).
 
 Each case runs where its command is on the path: `npm install -g @anthropic-ai/claude-code @openai/codex opencode-ai
-@qwen-code/qwen-code`.
+@qwen-code/qwen-code`, `pip install litellm llm`.
 """
 
 from __future__ import annotations
@@ -122,3 +122,54 @@ def test_an_agent_completes_a_turn(agent_server: Any, agent: Callable[..., Any],
     print(said[-3000:], [(request[:60], status) for request, status in agent_server.engine.log])
     assert "The file says MAGIC-4711." in said
     assert done.returncode == 0
+
+
+def test_the_llm_command(agent_server: Any, tmp_path: Path) -> None:
+    if shutil.which("llm") is None:
+        pytest.skip("llm is not on the path")
+    entry = f"- model_id: cedar\n  model_name: cedar\n  api_base: {agent_server.url}/v1\n  api_key_name: none\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(entry + "  supports_tools: true\n  supports_schema: true\n")
+    tool = "def shell(command: str) -> str:\n    'Run a command'\n    return 'MAGIC-4711 from ' + command\n"
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LLM_USER_PATH": str(tmp_path)}
+    for extra, wanted in (
+        ([], "A title"),
+        (["--no-stream"], "A title"),
+        (["--functions", tool], "The file says MAGIC-4711."),
+    ):
+        done = subprocess.run(
+            ["llm", "prompt", "-m", "cedar", "--key", "none", ASK, *extra],
+            env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert wanted in done.stdout, done.stdout + done.stderr
+
+
+LITELLM = """
+import json, sys, litellm
+url = sys.argv[1]
+parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+tools = [{"type": "function", "function": {"name": "shell", "parameters": parameters}}]
+for model, base in (("openai/cedar", url + "/v1"), ("deepseek/cedar", url + "/v1"), ("anthropic/cedar", url)):
+    messages = [{"role": "user", "content": "Read it."}]
+    options = dict(model=model, api_base=base, api_key="none", tools=tools, max_tokens=500)
+    first = litellm.completion(messages=messages, **options).choices[0].message
+    (call,) = first.tool_calls
+    assert json.loads(call.function.arguments) == {"command": "cat note.txt"}, call
+    messages += [first.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "MAGIC-4711"}]
+    chunks = list(litellm.completion(messages=messages, stream=True, **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "The file says MAGIC-4711.", (model, text)
+    print(model, "ok")
+"""
+
+
+def test_litellm(agent_server: Any, tmp_path: Path) -> None:
+    command = shutil.which("litellm")
+    if command is None:
+        pytest.skip("litellm is not on the path")
+    python = Path(command).resolve().parent / "python"
+    done = subprocess.run(
+        [str(python), "-c", LITELLM, agent_server.url], capture_output=True, text=True, timeout=120,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    )  # fmt: skip
+    assert done.stdout.count("ok") == 3, done.stdout + done.stderr[-2000:]
