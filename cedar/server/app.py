@@ -60,6 +60,7 @@ _GETS: dict[str, Any] = {
     "/openapi.json": inspecting.openapi,
     "/": inspecting.page,
 }
+MAX_HEADER_BYTES = 64 * 2**10
 _ANTHROPIC = ("/v1/messages", "/anthropic/")
 
 
@@ -167,8 +168,11 @@ class RequestIds:
                 message = {**message, "headers": [*headers, *((name, request_id.encode()) for name in names)]}
             await send(message)
 
+        app = self._app
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            app = _error(scope, RequestError(f"the headers have more than {MAX_HEADER_BYTES} bytes; send less"))
         try:
-            await self._app(scope, receive, send_named)
+            await app(scope, receive, send_named)
         finally:
             path = scope["path"] if scope["path"] in _POSTS or scope["path"] in _GETS else "other"
             self._service.metrics.answered(path, status)

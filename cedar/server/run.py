@@ -8,15 +8,19 @@ import logging
 import signal
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles
 from cedar.errors import ConfigError
-from cedar.server.app import create_app
+from cedar.server.app import MAX_HEADER_BYTES, create_app
+from cedar.server.schema import error_body
 from cedar.server.service import Service
 
 log = logging.getLogger("cedar.server")
@@ -28,6 +32,33 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 whose refusals, before there is a request to route, have the shape of all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Not HTTP, or headers above 64 KiB."""
+        told = f"this is not HTTP/1.1, or its headers have more than {MAX_HEADER_BYTES} bytes"
+        body = msgspec.json.encode(error_body(told, status=400, code="invalid_value"))
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        request_id = f"x-request-id: {uuid.uuid4().hex}\r\n"
+        self.transport.write(f"{head}{request_id}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def uvicorn_config(service: Service) -> uvicorn.Config:
+    """How the service is put on the network."""
+    return uvicorn.Config(
+        create_app(service),
+        http=_Protocol,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(service.config.shutdown_s)),
+    )
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -66,16 +97,7 @@ async def serve(
     # its news of starting and stopping would repeat ours
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     service = Service(files, config)
-    server = _Server(
-        uvicorn.Config(
-            create_app(service),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
-        )
-    )
+    server = _Server(uvicorn_config(service))
     loop = asyncio.get_running_loop()
     failure: list[Exception] = []
 

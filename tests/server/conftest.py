@@ -15,8 +15,7 @@ import pytest
 
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
-from cedar.server.app import create_app
-from cedar.server.run import _Server
+from cedar.server.run import _Server, uvicorn_config
 from cedar.server.service import Service
 
 
@@ -39,17 +38,11 @@ class Running:
         assert self._ready.wait(10)
 
     async def _main(self) -> None:
-        import uvicorn
-
         self.loop = asyncio.get_running_loop()
         self.service = Service(self._files, self._config)
         if self.engine is not None:
             self.service.ready(self.engine)
-        self.server = _Server(
-            uvicorn.Config(
-                create_app(self.service), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-            )
-        )
+        self.server = _Server(uvicorn_config(self.service))
         self.loop.call_later(0.05, self._ready.set)
         await self.server.serve(sockets=[self.listener])
 

@@ -182,6 +182,23 @@ def test_a_body_that_is_too_large(server: Running, size: int) -> None:
     assert "200000 bytes" in assert_error(response, 413, "request_too_large")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * 70_000 + b"\r\n\r\n"],
+    ids=["words", "headers"],
+)
+def test_what_is_no_request_gets_an_error_of_the_same_shape(server: Running, head: bytes) -> None:
+    with socket.create_connection(server.listener.getsockname()) as connection:
+        connection.sendall(head)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    status, _, rest = answer.partition(b"\r\n")
+    headers, _, body = rest.partition(b"\r\n\r\n")
+    assert status == b"HTTP/1.1 400 Bad Request" and b"content-type: application/json" in headers
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 def test_unknown_fields_are_told(server: Running) -> None:
     body = post(server.url, GOOD | {"reponse_format": 1, "logit_bias": {"5": 1}, "user": "me", "metadata": {}}).json()
     assert body["warnings"] == ["unknown field 'reponse_format' was ignored"]

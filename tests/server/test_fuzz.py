@@ -11,8 +11,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 Running = Any  # the one in conftest.py
-# 500 in CI; `--hypothesis-profile long` cannot reach it, because the number is the point
-NUM_REQUESTS = 500
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -38,15 +36,16 @@ def assert_shape(path: str, response: httpx.Response) -> None:
         assert set(body["error"]) == OPENAI and body["error"]["message"]
 
 
+@pytest.mark.parametrize("num_requests", [500, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", PATHS)
-def test_bodies_of_the_description(fuzzed: Any, path: str) -> None:
+def test_bodies_of_the_description(fuzzed: Any, path: str, num_requests: int) -> None:
     schema = schemathesis.openapi.from_dict(httpx.get(f"{fuzzed.url}/openapi.json").json())
     statuses: set[int] = set()
     client = httpx.Client(base_url=fuzzed.url, timeout=30)
 
     @given(data=st.data())
     @settings(
-        max_examples=NUM_REQUESTS // len(PATHS) + 1,
+        max_examples=num_requests // len(PATHS) + 1,
         deadline=None,
         derandomize=True,
         database=None,
