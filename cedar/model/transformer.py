@@ -22,7 +22,7 @@ from cedar.model.engram import TokenMap, lookback_ids
 from cedar.model.layers import RMSNorm, rounded_weight
 from cedar.model.packs import PackState
 from cedar.model.rope import Rope
-from cedar.model.sequence import SequenceState, SequenceStep
+from cedar.model.sequence import MakeStore, SequenceState, SequenceStep
 from cedar.model.state import DecoderReplay, IndexGroup, RouterStats, SelectionRule, SharedKV
 
 
@@ -72,9 +72,7 @@ class Transformer(nn.Module):
         self.rope = Rope(config, device)
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self.embed.weight = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        )
+        self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype))
         self.layers = nn.ModuleList(
             Block(
                 config,
@@ -127,7 +125,9 @@ class Transformer(nn.Module):
         """
         config = self.config
         if ids_BS.dim() != 2 or ids_BS.shape[1] == 0:
-            raise ShapeError(f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row")
+            raise ShapeError(
+                f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row"
+            )
         if form == "gathered" and (segment_start_BS is not None or window_floor_BS is not None or collect):
             raise ShapeError("forward: the gathered form takes one sample a pack, no window floor and collects nothing")
         start_BS = torch.zeros_like(ids_BS) if segment_start_BS is None else segment_start_BS
@@ -172,8 +172,9 @@ class Transformer(nn.Module):
         decoder_replay: DecoderReplay = "bounded",
         rounding: Rounding | None = None,
         selection: SelectionRule = "learned",
+        make_store: MakeStore | None = None,
     ) -> SequenceState:
-        """An empty sequence for `prefill` and `decode`."""
+        """An empty sequence for `prefill` and `decode`; `make_store` says where its entries go."""
         return SequenceState(
             self.config,
             self.rope,
@@ -182,6 +183,7 @@ class Transformer(nn.Module):
             device=self.device,
             decoder_replay=decoder_replay,
             selection_rule=selection,
+            make_store=make_store,
         )
 
     @torch.inference_mode()
@@ -245,12 +247,15 @@ class Transformer(nn.Module):
                 dead_T = raw_TL[:, 0] < 0
                 streams_TND = block.engram(streams_TND, compressed_TL, dead_T, state.rounding)
             mixes, u_TD = block.enter(streams_TND, premix_TN)
-            block.attn.write_entries(u_TD, step)
+            writes = state.first_entry_row(step.start) - step.start
+            if writes < u_TD.shape[0]:
+                block.attn.write_entries(u_TD[writes:], step.narrowed(step.start + writes) if writes else step)
             if state.keeps_true_window(layer):
                 block.attn.write_window(u_TD, step)
             first = state.first_position(layer)
             if first > step.start:
-                # rows before the last window leave here: their entries are written, nobody reads more of them
+                # rows before the last window leave here: their entries are written, nobody reads more of them.
+                # So do, layer by layer, the oldest rows of an exact rebuild
                 cut = min(first, stop) - step.start
                 streams_TND, u_TD, mixes = streams_TND[cut:], u_TD[cut:], mixes.rows(cut)
                 raw_TL, compressed_TL = raw_TL[cut:], compressed_TL[cut:]
