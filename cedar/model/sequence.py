@@ -5,10 +5,12 @@ T rows, C latent channels, I index channels, E entries, K selected entries, W wi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -128,6 +130,10 @@ class EntryStore(Protocol):
 MakeStore = Callable[[Literal["entries", "keys"], int], EntryStore]
 
 
+# tails, and the counts of entries and keys by source
+Mark = tuple[dict[int, tuple[Tensor, Tensor]], dict[int, tuple[int, int]]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """What resumes a sequence bit for bit, next to its entries (grade G0): a copy that nothing changes.
@@ -150,10 +156,61 @@ class Snapshot:
     tails: dict[int, tuple[Tensor, Tensor]]
     recent_L: Tensor
 
+    @property
+    def num_held(self) -> int:
+        """Tokens whose entries must be there to go on."""
+        return max(self.num_tokens, self.marks["_write_floor"])
+
     def num_bytes(self) -> int:
         """Window rows and waiting halves."""
         rows = [plane for planes in self.windows for plane in planes]
         return sum(t.numel() * t.element_size() for t in (*rows, *(t for pair in self.tails.values() for t in pair)))
+
+    def to_bytes(self) -> bytes:
+        """One safetensors file; `from_bytes` reads it."""
+        tensors = {"recent": self.recent_L}
+        for layer, planes in enumerate(self.windows):
+            tensors |= {f"window.{layer}.{number}": plane for number, plane in enumerate(planes)}
+        for layer, (content_1C, gate_1C) in self.tails.items():
+            tensors |= {f"tail.{layer}.content": content_1C, f"tail.{layer}.gate": gate_1C}
+        about = {"num_tokens": self.num_tokens, "decoder_replay": self.decoder_replay, "marks": self.marks}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return safetensors.torch.save(contiguous, metadata={"about": json.dumps(about)})
+
+    @classmethod
+    def from_bytes(cls, stored: bytes) -> Snapshot:
+        tensors = safetensors.torch.load(stored)
+        header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])
+        about = json.loads(header["__metadata__"]["about"])
+        windows: list[list[Tensor]] = []
+        while f"window.{len(windows)}.0" in tensors:
+            layer = len(windows)
+            windows.append(
+                [tensors[f"window.{layer}.{number}"] for number in range(2) if f"window.{layer}.{number}" in tensors]
+            )
+        tails = {
+            int(name.split(".")[1]): (tensor, tensors[name.replace("content", "gate")])
+            for name, tensor in tensors.items()
+            if name.endswith(".content")
+        }
+        return cls(windows=windows, tails=tails, recent_L=tensors["recent"], **about)
+
+
+def exact_span(
+    config: ModelConfig, decoder_replay: DecoderReplay, cached_tokens: int, prompt_tokens: int
+) -> tuple[int, int]:
+    """(first row that an exact rebuild runs, first row that must be whole).
+
+    The first is not positive where a rebuild saves nothing.
+    """
+    window, boundary = config.attention.sliding_window, config.boundary_layer_id
+    first_decoder_row = prompt_tokens - window
+    if decoder_replay == "exact":
+        first_decoder_row -= (window - 1) * (config.num_layers - 2 - boundary)
+    if decoder_replay != "bounded":
+        first_decoder_row -= window - 1
+    stop = min(cached_tokens, first_decoder_row)
+    return stop - (window - 1) * boundary, stop
 
 
 class SequenceState:
@@ -310,7 +367,7 @@ class SequenceState:
 
         Source: serving.md 2.1.
         """
-        start, stop = self.exact_span(cached_tokens, prompt_tokens)
+        start, stop = exact_span(self.config, self.decoder_replay, cached_tokens, prompt_tokens)
         if self.decoder_replay == "off" or start <= 0:
             raise CapacityError(
                 f"an exact rebuild of {cached_tokens} cached tokens for a prompt of {prompt_tokens} starts at the first "
@@ -319,19 +376,6 @@ class SequenceState:
         self._adopt(ids_T, cached_tokens, start)
         self._exact_stop = stop
         return start
-
-    def exact_span(self, cached_tokens: int, prompt_tokens: int) -> tuple[int, int]:
-        """(first row that an exact rebuild runs, first row that must be whole); the first is not positive if it saves
-        nothing.
-        """
-        window, boundary = self.config.attention.sliding_window, self.config.boundary_layer_id
-        first_decoder_row = prompt_tokens - window
-        if self.decoder_replay == "exact":
-            first_decoder_row -= (window - 1) * (self.config.num_layers - 2 - boundary)
-        if self.decoder_replay != "bounded":
-            first_decoder_row -= window - 1
-        stop = min(cached_tokens, first_decoder_row)
-        return stop - (window - 1) * boundary, stop
 
     def _adopt(self, ids_T: Tensor, cached_tokens: int, start: int) -> None:
         if cached_tokens % 2:
@@ -344,6 +388,24 @@ class SequenceState:
         """The token ids so far, of which the last ones are kept."""
         length = self._history.shape[0]
         self._history = torch.cat([torch.full_like(self._history, -1), ids_T.to(self.device)])[-length:]
+
+    @property
+    def num_held(self) -> int:
+        """Tokens whose entries are there: more than `num_tokens` while cached ones run again."""
+        return max(self.num_tokens, self._write_floor)
+
+    def mark(self) -> Mark:
+        """What `reset` needs to undo a step that failed half way."""
+        return dict(self.tails), {
+            source: (store.count, self.keys[source].count) for source, store in self.entries.items()
+        }
+
+    def reset(self, mark: Mark) -> None:
+        """Undo what a failed step of no more than the rings' spare rows has written."""
+        self.tails = dict(mark[0])
+        for source, (num_entries, num_keys) in mark[1].items():
+            self.entries[source].truncate(num_entries)
+            self.keys[source].truncate(num_keys)
 
     def check_entries(self, num_tokens: int) -> None:
         """Raise CapacityError unless the stores hold exactly the entries of `num_tokens` tokens."""
@@ -386,7 +448,7 @@ class SequenceState:
             raise CapacityError(
                 f"a snapshot of decoder_replay {snapshot.decoder_replay} cannot resume {self.decoder_replay}"
             )
-        self.check_entries(snapshot.num_tokens)
+        self.check_entries(snapshot.num_held)
         self.num_tokens = snapshot.num_tokens
         for name in self._MARKS:
             setattr(self, name, snapshot.marks[name])
@@ -556,12 +618,17 @@ class SequenceStep:
         )
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
+        return attention_ops.attention(query_THC, *self.attended(layer, kv_source, shared), sink_H)
+
+    def attended(
+        self, layer: int, kv_source: int | None, shared: SharedKV
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the rows attend to: window keys [T, W, C] and which are visible, selected entries and which are there."""
         num_window = self.state.config.attention.sliding_window
-        window_TWC = sliding(self._window_RC, num_window)
-        column_W = torch.arange(1 - num_window, 1, device=query_THC.device)
+        column_W = torch.arange(1 - num_window, 1, device=self.state.device)
         visible_TW = self._positions_T.unsqueeze(-1) + column_W >= self.state.window_floor(layer)
-        entry_TKC = present_TK = None
-        if kv_source is not None and shared.selection is not None:
-            present_TK = shared.selection >= 0
-            entry_TKC = self.state.entries[kv_source].gather(shared.selection)
-        return attention_ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
+        window_TWC = sliding(self._window_RC, num_window)
+        if kv_source is None or shared.selection is None:
+            return window_TWC, visible_TW, None, None
+        entry_TKC = self.state.entries[kv_source].gather(shared.selection)
+        return window_TWC, visible_TW, entry_TKC, shared.selection >= 0

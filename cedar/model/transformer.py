@@ -5,6 +5,7 @@ B packs, S rows a pack, T rows, N streams, D hidden, V vocabulary, L look-backs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from cedar.config.rounding import Rounding
 from cedar.errors import ShapeError
 from cedar.kernels.dense import linear
 from cedar.kernels.mhc import collapse
+from cedar.model.batch import BatchStep
 from cedar.model.block import Block
 from cedar.model.engram import TokenMap, lookback_ids
 from cedar.model.layers import RMSNorm, rounded_weight
@@ -233,6 +235,46 @@ class Transformer(nn.Module):
             raise ShapeError(f"decode: ids have shape {tuple(ids_T.shape)}, expected one row of at least one id")
         state.check_room(ids_T.shape[0])
         return self._run(state, ids_T, None, False)
+
+    @torch.inference_mode()
+    def decode_many(self, states: Sequence[SequenceState], ids: Sequence[Tensor]) -> list[Tensor]:
+        """One step of several sequences: for each of its next tokens' ids, float32 [T, V].
+
+        In deterministic mode each gets, bit for bit, what `decode` gives it alone.
+
+        Raises:
+            ShapeError: No sequences, a sequence without ids, or states of different roundings.
+            CapacityError: The model's limit is reached by one of them; none has run.
+        """
+        if not states or any(part.dim() != 1 or part.shape[0] == 0 for part in ids):
+            raise ShapeError(f"decode_many: {len(states)} sequences, expected one or more with at least one id each")
+        if any(state.rounding != states[0].rounding for state in states):
+            raise ShapeError("decode_many: the states differ in rounding; run them one by one")
+        for state, part in zip(states, ids, strict=True):
+            state.check_room(part.shape[0])
+        sizes = [part.shape[0] for part in ids]
+        step = BatchStep(
+            [
+                SequenceStep(state, state.num_tokens, state.num_tokens + size)
+                for state, size in zip(states, sizes, strict=True)
+            ]
+        )
+        ids_T = torch.cat(list(ids))
+        raw_TL = torch.cat([state.lookbacks(part) for state, part in zip(states, ids, strict=True)])
+        streams_TND, premix_TN = self._embed(ids_T, None, self.dtype)
+        compressed_TL, image_T = self._prepare(ids_T, raw_TL)
+        shared = SharedKV()
+        for block in self.layers:
+            if block.plan.engram:
+                streams_TND = block.engram(streams_TND, compressed_TL, raw_TL[:, 0] < 0, step.rounding)
+            mixes, u_TD = block.enter(streams_TND, premix_TN)
+            block.attn.write_entries(u_TD, step)
+            block.attn.write_window(u_TD, step)
+            streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
+            streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
+        for state, part in zip(states, ids, strict=True):
+            state.advance(part)
+        return list(self._head(streams_TND, premix_TN, step.rounding).split(sizes))
 
     def _run(self, state: SequenceState, ids_T: Tensor, image_rows_TD: Tensor | None, last_only: bool) -> Tensor:
         start, stop = state.num_tokens, state.num_tokens + ids_T.shape[0]

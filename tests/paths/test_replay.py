@@ -14,7 +14,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
 from cedar.errors import CapacityError
 from cedar.kernels.dispatch import deterministic
-from cedar.model.sequence import SequenceState
+from cedar.model.sequence import SequenceState, exact_span
 from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
 from tests import golden
@@ -150,7 +150,7 @@ def exact_hits(model: Transformer, replay: DecoderReplay, prompt: int, hits: lis
         want = run(model, cold, ids, prompt)
         for cached in hits:
             state = with_entries(model, cold, cached, replay)
-            start, _ = state.exact_span(cached, prompt)
+            start, _ = exact_span(model.config, replay, cached, prompt)
             if start <= 0:
                 with pytest.raises(CapacityError, match="start cold"):
                     state.resume_exact(ids, cached, prompt)
@@ -247,3 +247,41 @@ def test_rejected_drafts_leave_nothing(small: Transformer, accepted: int) -> Non
         assert torch.equal(*following)
     with pytest.raises(CapacityError, match="roll back"):
         drafted.roll_back(position - 1)
+
+
+def test_a_batch_of_sequences_is_each_alone(small: Transformer) -> None:
+    """X7 and field report B04: any company, any order, different lengths and parities."""
+    lengths = [1, 2, 9, 30, 75, 131]
+    ids = [random_ids(small.config, length + 4, length) for length in lengths]
+    with deterministic():
+        alone = []
+        for part, length in zip(ids, lengths, strict=True):
+            state = small.new_state()
+            run(small, state, part[:length], length)
+            alone.append((torch.cat([small.decode(state, part[i : i + 1]) for i in range(length, length + 4)]), state))
+        for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3]):
+            states = [small.new_state() for _ in order]
+            for state, number in zip(states, order, strict=True):
+                run(small, state, ids[number][: lengths[number]], lengths[number])
+            steps = []
+            for i in range(4):
+                parts = [ids[number][lengths[number] + i : lengths[number] + i + 1] for number in order]
+                steps.append(small.decode_many(states, parts))
+            for place, number in enumerate(order):
+                assert torch.equal(torch.cat([step[place] for step in steps]), alone[number][0])
+                assert same(visible(states[place]), visible(alone[number][1]))
+
+
+def test_a_batch_may_mix_one_row_and_several(small: Transformer) -> None:
+    """Restored copies run one by one, the originals together."""
+    states = [small.new_state() for _ in range(3)]
+    for number, state in enumerate(states):
+        small.prefill(state, random_ids(small.config, 20 + number, number))
+    copies = [with_entries(small, state, state.num_tokens) for state in states]
+    for copy, state in zip(copies, states, strict=True):
+        copy.restore(state.snapshot())
+    ids = [torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
+    with deterministic():
+        together = small.decode_many(states, ids)
+        for copy, part, rows in zip(copies, ids, together, strict=True):
+            assert torch.equal(small.decode(copy, part), rows)
