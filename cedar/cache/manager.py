@@ -13,9 +13,10 @@ from typing import Literal
 
 import torch
 
+from cedar.cache.keys import child_key, common_length
 from cedar.cache.layout import PageLayout
 from cedar.cache.pages import PagePool, PageTable
-from cedar.cache.prefix import Node, PrefixTree, child_key, common_length
+from cedar.cache.prefix import Node, PrefixTree
 from cedar.cache.snapshots import Kept, SnapshotLike, SnapshotPool, snapshot_keys
 from cedar.cache.store import PageStore, Record
 from cedar.cache.view import PagedRows

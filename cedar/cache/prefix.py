@@ -6,35 +6,16 @@ down full pages and then takes as much of one more page as agrees, so a hit ends
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cedar.cache.keys import child_key, common_length, root_key
 from cedar.cache.pages import PagePool
 from cedar.config.model import PAGE_TOKENS
 
 # a hit counts half after this long
 HALF_LIFE_S = 600.0
-
-
-def root_key(fingerprint: bytes, salt: bytes) -> bytes:
-    """The key that all pages of one tenant under one model descend from (serving.md 4.2)."""
-    return hashlib.sha256(fingerprint + salt).digest()
-
-
-def child_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """A page's key: a hash of all tokens from the first one to its last."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading tokens that both have."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,6 @@ outgrows its budget, least recently used first. Files are readable by their owne
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from cedar.cache.keys import common_length
 from cedar.config.model import PAGE_TOKENS
 from cedar.errors import CapacityError, FormatError
 from cedar.planner.kv import PAGE_DISK_UNIT, PAGE_HEADER_BYTES
@@ -220,13 +220,8 @@ class PageStore:
 
     def get_child(self, parent: bytes, tokens: Sequence[int]) -> Listed | None:
         """The page below `parent` that agrees with most of `tokens`."""
-        best, length = None, 0
-        for child in self.children(parent):
-            common = next((i for i, (a, b) in enumerate(zip(child.tokens, tokens, strict=False)) if a != b), None)
-            common = min(len(child.tokens), len(tokens)) if common is None else common
-            if common > length:
-                best, length = child, common
-        return best
+        children = self.children(parent)
+        return max(children, key=lambda child: common_length(child.tokens, tokens), default=None)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """These pages served a request: their segments stay longer."""
@@ -273,8 +268,6 @@ class PageStore:
             self._queue.put(None)
             self._thread.join(30.0)
             if self._file >= 0:
-                # give back what was only preallocated
-                os.ftruncate(self._file, self._slot * self.record_bytes)
                 os.close(self._file)
             os.close(self._writer_lock)
         with self._lock:
@@ -428,7 +421,8 @@ class PageStore:
         for record in records:
             if self.has(record.key):
                 continue
-            if self._slot >= self._slots:
+            if self._slot >= self._slots or os.fstat(self._file).st_nlink == 0:
+                # full, or another process has dropped it
                 self._next_segment()
             os.pwrite(self._file, pack_record(record, self.record_bytes), self._slot * self.record_bytes)
             tokens = struct.pack(f"<{len(record.tokens)}I", *record.tokens)
@@ -459,13 +453,6 @@ class PageStore:
         self._make_room()
         self._segment += 1
         self._file = _create(self._segment_file(self.writer, self._segment))
-        try:
-            os.posix_fallocate(self._file, 0, self._slots * self.record_bytes)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                self._segment_file(self.writer, self._segment).unlink(missing_ok=True)
-                raise
-            log.debug("no preallocation here: %s", error)
         with self._lock:
             self._index.execute(
                 "INSERT INTO segments (writer, segment, used) VALUES (?, ?, ?)",

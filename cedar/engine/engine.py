@@ -11,7 +11,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence as Several
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from typing import Any, Protocol
 
 import torch

@@ -5,10 +5,11 @@ Pure decisions over sequences and page counts; the engine carries them out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Several
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from cedar.cache.prefix import common_length
+from cedar.cache.keys import common_length
 from cedar.config.model import PAGE_TOKENS
 from cedar.engine.request import Sequence, Status
 

@@ -7,9 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cedar.cache.keys import common_length
 from cedar.cache.layout import PageLayout
 from cedar.cache.pages import PagePool
-from cedar.cache.prefix import HALF_LIFE_S, PrefixTree, common_length
+from cedar.cache.prefix import HALF_LIFE_S, PrefixTree
 from cedar.config.presets import nano
 
 LAYOUT = PageLayout(nano())
