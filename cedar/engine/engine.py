@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cedar.cache.manager import CacheManager, Plan
 from cedar.cache.prefix import Node
-from cedar.config.model import ModelConfig
+from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.engine.metrics import Metrics
 from cedar.engine.request import (
     DecoderReplay,
@@ -38,7 +38,6 @@ from cedar.engine.sampling import Sampler
 from cedar.engine.scheduler import (
     SchedulerConfig,
     next_prefill,
-    num_pages,
     order_key,
     pages_to_start,
     victim,
@@ -75,7 +74,8 @@ class Engine:
     """Serves one model.
 
     Args:
-        max_context: Longest prompt plus answer; the model's own limit if None.
+        max_context: Longest prompt plus answer; the model's own limit if None, and never more than the cache
+            can hold.
         prefill_chunk: Prompt tokens per step.
         max_waiting: Requests that may queue.
         max_running: Sequences that hold a state at once.
@@ -100,6 +100,9 @@ class Engine:
     ) -> None:
         limit = model.config.max_position_embeddings
         self.model, self.cache = model, cache
+        if cache is not None:
+            # a sequence must fit alone, beside a shared copy of its last page
+            limit = min(limit, (cache.pool.num_pages - 1) * PAGE_TOKENS)
         self.max_context = limit if max_context is None else min(limit, max_context)
         self.max_waiting = max_waiting
         self.scheduling = SchedulerConfig(
@@ -155,18 +158,7 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             raise RequestError(f"the prompt holds ids outside the vocabulary of {vocab_size}", param="prompt")
-        max_tokens = check_room(len(request.prompt_ids), request.sampling.max_tokens, self.max_context)
-        if self.cache is not None:
-            # the cached copy of the last page may be shared, so one more must fit
-            held = num_pages(len(request.prompt_ids) + max_tokens) + 1
-            if held > self.cache.pool.num_pages:
-                raise RequestError(
-                    f"the request may grow to {held} pages, this server has {self.cache.pool.num_pages}: "
-                    "shorten the prompt or lower max_tokens",
-                    code="overloaded",
-                    status=503,
-                )
-        return max_tokens
+        return check_room(len(request.prompt_ids), request.sampling.max_tokens, self.max_context)
 
     def cancel(self, request_id: str) -> None:
         """Let a request go, in whatever phase it is; an unknown or finished id is ignored."""
@@ -176,7 +168,7 @@ class Engine:
                     sequence.cancelled = True
             self._changed.notify()
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 30.0) -> None:
         """Cancel everything and end the thread; later requests are refused."""
         with self._changed:
             self._closing = True
@@ -281,7 +273,7 @@ class Engine:
             max(other.reserved_pages - len(other.lease.table.pages), 0) for other in self._running if other.lease
         )
         own = cache.protect(request.prompt_ids[: plan.cached_tokens], request.salt)
-        fresh = wanted - plan.cached_tokens // 128
+        fresh = wanted - plan.cached_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + promised:
             return False

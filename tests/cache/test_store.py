@@ -86,7 +86,10 @@ def test_damage_is_a_miss_with_its_cause(tmp_path: Path, damage: str) -> None:
         del content[2 * size + 1000 :]
     elif damage == "swap":
         # whole, valid records, in each other's place
-        content[2 * size : 3 * size], content[5 * size : 6 * size] = content[5 * size : 6 * size], content[2 * size : 3 * size]
+        content[2 * size : 3 * size], content[5 * size : 6 * size] = (
+            content[5 * size : 6 * size],
+            content[2 * size : 3 * size],
+        )
     file.write_bytes(content)
     if damage == "vanish":
         file.unlink()

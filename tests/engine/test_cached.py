@@ -16,6 +16,7 @@ from cedar.cache.store import PageStore
 from cedar.config.presets import nano
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
+from cedar.errors import RequestError
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
@@ -79,7 +80,11 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 
 def ask(engine: Engine, ids: tuple[int, ...], max_tokens: int = 8, **options: object) -> tuple[list[int], Finished]:
     return answer(
-        list(engine.submit(Request(prompt_ids=ids, sampling=SamplingParams(temperature=0, max_tokens=max_tokens), **options)))
+        list(
+            engine.submit(
+                Request(prompt_ids=ids, sampling=SamplingParams(temperature=0, max_tokens=max_tokens), **options)
+            )
+        )
     )
 
 
@@ -210,10 +215,12 @@ def test_memory_pressure_sets_aside_and_loses_nothing(model: Transformer, build:
     assert engine.cache.pool.num_free + engine.cache.tree.num_nodes == 5
 
 
-def test_a_request_that_can_never_fit_is_refused(build: Build) -> None:
+def test_the_context_is_what_memory_holds(build: Build) -> None:
     engine = build(num_pages=4)
-    with pytest.raises(Exception, match="this server has 4"):
-        engine.submit(Request(prompt_ids=prompt(500, 1), sampling=SamplingParams(max_tokens=100)))
+    assert engine.max_context == 384
+    with pytest.raises(RequestError, match="holds 384 tokens"):
+        engine.submit(Request(prompt_ids=prompt(300, 1), sampling=SamplingParams(max_tokens=100)))
+    assert ask(engine, prompt(300, 1), 84)[1].completion_tokens == 84
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -278,7 +285,9 @@ def test_cancel_anywhere_leaves_the_pool_whole(model: Transformer, build: Build)
     for number in range(25):
         handles = [
             engine.submit(
-                Request(prompt_ids=prompt(draw.randrange(2, 500), number * 10 + n), sampling=SamplingParams(max_tokens=30))
+                Request(
+                    prompt_ids=prompt(draw.randrange(2, 500), number * 10 + n), sampling=SamplingParams(max_tokens=30)
+                )
             )
             for n in range(3)
         ]
