@@ -14,8 +14,11 @@ from typing import Protocol
 class SnapshotLike(Protocol):
     """The model's snapshot of a sequence, as far as a cache looks into it."""
 
-    num_tokens: int
-    decoder_replay: str
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def decoder_replay(self) -> str: ...
 
     def num_bytes(self) -> int: ...
 

@@ -57,7 +57,9 @@ CREATE TABLE IF NOT EXISTS segments (
     writer TEXT NOT NULL, segment INTEGER NOT NULL, used REAL NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (writer, segment)
 );
-CREATE TABLE IF NOT EXISTS blobs (key BLOB PRIMARY KEY, used REAL NOT NULL, checksum BLOB NOT NULL, bytes BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS blobs (
+    key BLOB PRIMARY KEY, used REAL NOT NULL, checksum BLOB NOT NULL, bytes BLOB NOT NULL
+);
 """
 # bytes of a key that the index keeps; records hold all 32
 _KEY_BYTES = 16

@@ -462,7 +462,10 @@ class Engine:
 
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
-        snapshot = sequence.state.snapshot() if self.cache.snapshots.budget_bytes else None
+        state = sequence.state
+        # while cached tokens run again their halves of pairs are not there: nothing to go on from
+        whole = state.num_held == state.num_tokens
+        snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
         self.cache.publish_end(sequence.lease, self._written(sequence), snapshot)
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:

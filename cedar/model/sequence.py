@@ -472,8 +472,8 @@ class SequenceState:
         oldest = max(self._prompt_stop, self._write_floor)
         if not 0 <= dropped < self.num_tail_rows or num_tokens < oldest:
             raise CapacityError(
-                f"cannot roll back from token {self.num_tokens} to {num_tokens}: at most {self.num_tail_rows - 1} tokens, "
-                f"and not before {oldest}"
+                f"cannot roll back from token {self.num_tokens} to {num_tokens}: "
+                f"at most {self.num_tail_rows - 1} tokens, and not before {oldest}"
             )
         if dropped == 0:
             return
@@ -623,7 +623,7 @@ class SequenceStep:
     def attended(
         self, layer: int, kv_source: int | None, shared: SharedKV
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What the rows attend to: window keys [T, W, C] and which are visible, selected entries and which are there."""
+        """What the rows attend to: window keys [T, W, C], which are visible, entries chosen, which are there."""
         num_window = self.state.config.attention.sliding_window
         column_W = torch.arange(1 - num_window, 1, device=self.state.device)
         visible_TW = self._positions_T.unsqueeze(-1) + column_W >= self.state.window_floor(layer)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -69,7 +69,7 @@ def tokens_of(line: int, length: int, tail: int) -> tuple[int, ...]:
     return (*torch.randint(0, 56, (LENGTH,), generator=generator)[:length].tolist(), *([tail] * (tail % 4)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def oracle(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Greedy answer of the bare model: no engine, no pages, no cache."""
     model, said = tiny_model(), []
@@ -154,7 +154,8 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def wait(self) -> None:
         """Everybody answers, and says what a cold run says."""
-        for request, handle, cancelled in self.open:
+        waited_for, self.open = self.open, []
+        for request, handle, cancelled in waited_for:
             events = list(handle)
             end = events[-1]
             assert isinstance(end, Finished)
@@ -163,7 +164,6 @@ class Histories(RuleBasedStateMachine):
             assert said == oracle(request.prompt_ids, request.sampling.max_tokens)[: len(said)], end
             if end.reason == "length":
                 assert len(said) == request.sampling.max_tokens
-        self.open = []
         self.cache.pool.check()
         assert self.cache.pool.num_free + self.cache.tree.num_nodes == NUM_PAGES
         for node in self.cache.tree.nodes():
@@ -206,4 +206,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=20, stateful_step_count=100, deadline=None)
+# a thread runs the engine, so a history does not fail the same way twice: shrinking would only take time
+TestHistories.settings = settings(
+    max_examples=20, stateful_step_count=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)

@@ -227,7 +227,7 @@ def test_snapshot_of_another_kind_is_refused(small: Transformer) -> None:
 
 @pytest.mark.parametrize("accepted", range(6))
 def test_rejected_drafts_leave_nothing(small: Transformer, accepted: int) -> None:
-    """X9 with a scripted drafter of 5: every visible byte, both parities, around the window's edge (field report B12)."""
+    """X9, a scripted drafter of 5: every visible byte, both parities, around the window's edge (report B12)."""
     window = small.config.attention.sliding_window
     for position in (*range(window - 2, window + 5), 127, 128, 129):
         ids = random_ids(small.config, position + 9, position)
