@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 READY  := $(VENV)/.ready
 BUILT  := $(VENV)/.built
-# tests that need no model: seconds, whatever the machine
-SECONDS_TIER := tests/cli/test_main.py tests/config tests/planner tests/formats tests/test_architecture_doc.py tests/test_imports.py tests/test_numbers.py
+# the tests that take seconds, whatever the machine
+SECONDS_TIER := tests/config tests/planner tests/formats tests/chat tests/engine tests/kernels tests/cli/test_main.py \
+	$(filter-out tests/test_examples.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci
@@ -68,6 +69,9 @@ vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py -
 
 numbers: setup  ## docs/numbers.md and the README's table, from the planner
 	@$(BIN)/python scripts/make_numbers.py
+
+bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
+	@$(BIN)/python benchmarks/cpu.py
 
 size: setup  ## lines of each package against its target
 	@$(BIN)/python scripts/size.py

@@ -78,7 +78,10 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
     files = [path for folder in folders if (ROOT / folder).is_dir() for path in sorted((ROOT / folder).rglob("*"))]
     files += [path for path in ROOT.iterdir() if path.suffix in (".toml", ".txt", ".md")] + [ROOT / "Makefile"]
     for path in files:
-        if path.suffix in (".py", ".md", ".toml", ".txt", ".cpp", ".html", ".js", ".json", "") and path.is_file():
+        if (
+            path.suffix in (".py", ".md", ".toml", ".txt", ".cpp", ".html", ".js", ".json", ".jsonl", ".csv", "")
+            and path.is_file()
+        ):
             if path == Path(__file__).resolve():
                 continue
             found = foreign.search(path.read_text(encoding="utf-8", errors="ignore"))

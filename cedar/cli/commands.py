@@ -421,8 +421,8 @@ def eval_recall(
     length: Annotated[
         int | None, typer.Option(help="Tokens of a document; twice the trained length otherwise.")
     ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Documents asked about.")] = 24,
-    questions: Annotated[int, typer.Option(min=1, help="Questions a document.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Documents asked about.")] = 12,
+    questions: Annotated[int | None, typer.Option(min=1, help="Questions a document, 8 at most otherwise.")] = None,
     seed: Annotated[int, typer.Option(help="Draws other documents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

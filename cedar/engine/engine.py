@@ -407,7 +407,7 @@ class Engine:
             # an earlier one may have set it aside meanwhile
             if sequence.status is Status.DECODE and sequence.state is not None:
                 num_tokens = len(sequence.request.prompt_ids) + len(sequence.generated)
-                if self._guarded(lambda s, n=num_tokens: self._reserve(s, n), sequence):
+                if self._guarded(functools.partial(self._reserve, num_tokens=num_tokens), sequence):
                     ready.append(sequence)
         ready = [s for s in ready if s.status is Status.DECODE and s.state is not None]
         if not ready:

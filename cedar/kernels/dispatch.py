@@ -154,7 +154,7 @@ def explain(device: str, *, needs_grad: bool = False) -> list[tuple[str, str, st
     """For each op: (op, backend tried first on `device`, why the ones before it cannot)."""
     rows = []
     for op, backends in BACKENDS.items():
-        skipped = []
+        skipped: list[str] = []
         for backend in ORDER.get(device, ("reference",)):
             if backend not in backends:
                 continue

@@ -13,7 +13,13 @@ from cedar.kernels.dispatch import row_op, select
 
 @row_op(2)
 def route(
-    u_TD: Tensor, image_T: Tensor | None, weight_ED: Tensor, bias_E: Tensor, image_bias_E: Tensor, k: int, scaling: float
+    u_TD: Tensor,
+    image_T: Tensor | None,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    image_bias_E: Tensor,
+    k: int,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's experts: (ids [T, K] ascending, weights [T, K], all scores [T, E]), float32.
 

@@ -74,8 +74,9 @@ class BatchStep:
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         keys = [step.attended(layer, kv_source, own) for step, own in zip(self.steps, self._shared, strict=True)]
-        window_TWC, visible_TW = (torch.cat([key[part] for key in keys]) for part in (0, 1))
-        if keys[0][2] is None:
-            return attention_ops.attention(query_THC, window_TWC, visible_TW, None, None, sink_H)
-        entry_TKC, present_TK = (torch.cat([key[part] for key in keys]) for part in (2, 3))
+        window_TWC, visible_TW = torch.cat([key[0] for key in keys]), torch.cat([key[1] for key in keys])
+        entries = [key[2] for key in keys if key[2] is not None]
+        present = [key[3] for key in keys if key[3] is not None]
+        entry_TKC = torch.cat(entries) if entries else None
+        present_TK = torch.cat(present) if present else None
         return attention_ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)

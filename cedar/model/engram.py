@@ -133,9 +133,7 @@ class Engram(nn.Module):
         kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
         key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
         value_TD = kv_TX[:, self.num_streams * self.hidden :]
-        return engram_ops.engram_gate(
-            streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps
-        )
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps)
 
 
 class TokenMap(nn.Module):

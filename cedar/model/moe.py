@@ -58,7 +58,9 @@ class Experts(nn.Module):
         self.scale_bytes = {}
 
     def forward(self, u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, rounding: Rounding) -> Tensor:
-        w1, w3, w2 = self.w1, self.w3, self.w2
+        w1: Tensor = self.w1
+        w3: Tensor = self.w3
+        w2: Tensor = self.w2
         if rounding.weights:
             w1, w3, w2 = (rounded_weight(w, "fp4") for w in (w1, w3, w2))
         return expert_ops.experts(

@@ -59,7 +59,8 @@ class PackState:
         self._window_BSC = torch.empty(0)
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._kv_ratio = {
-            source: self.config.attention.compress_ratios[source] for source in self.config.attention.kv_source_layer_ids
+            source: self.config.attention.compress_ratios[source]
+            for source in self.config.attention.kv_source_layer_ids
         }
 
     @property
@@ -124,9 +125,7 @@ class PackState:
             )
         return SharedKV(selection_BSE, self._masked_pool(ranked_BSE, kv_source) if make_pool else pool)
 
-    def attend(
-        self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         start_BS = self.segment_start_BS
         if self.decoder_floor_BS is not None and layer >= self.config.boundary_layer_id:
             start_BS = torch.maximum(start_BS, self.decoder_floor_BS)
@@ -207,9 +206,7 @@ class PackState:
         next_pool = torch.stack([pack.pool for pack in packs if pack.pool is not None]) if make_pool else pool
         return SharedKV(torch.stack([pack.selection for pack in packs if pack.selection is not None]), next_pool)
 
-    def _attend_gathered(
-        self, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor
-    ) -> Tensor:
+    def _attend_gathered(self, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         num_packs = self.segment_start_BS.shape[0]
         num_window = self.config.attention.sliding_window
         outputs = []
@@ -222,7 +219,5 @@ class PackState:
                 index_SK = shared.selection[b]
                 present_SK = index_SK >= 0
                 entry_SKC = gather_rows(self._entries[kv_source][0][b], index_SK)
-            outputs.append(
-                attention_ops.attention(query_SHC, window_SWC, visible_SW, entry_SKC, present_SK, sink_H)
-            )
+            outputs.append(attention_ops.attention(query_SHC, window_SWC, visible_SW, entry_SKC, present_SK, sink_H))
         return torch.cat(outputs)

@@ -57,9 +57,7 @@ class Rope(nn.Module):
         super().__init__()
         attention = config.attention
         plain = inverse_frequencies(attention.rope_head_dim, attention.rope_theta, None)
-        compressed = inverse_frequencies(
-            attention.rope_head_dim, attention.compress_rope_theta, attention.rope_scaling
-        )
+        compressed = inverse_frequencies(attention.rope_head_dim, attention.compress_rope_theta, attention.rope_scaling)
         self.register_buffer("window_frequency_R", plain.to(device), persistent=False)
         self.register_buffer("compressed_frequency_R", compressed.to(device), persistent=False)
 

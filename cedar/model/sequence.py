@@ -350,7 +350,8 @@ class SequenceState:
         window = self.config.attention.sliding_window
         if cached_tokens <= window:
             raise CapacityError(
-                f"{cached_tokens} cached tokens are no more than the window of {window}, all would run again; start cold"
+                f"{cached_tokens} cached tokens are no more than the window of {window}, "
+                "so all would run again; start cold"
             )
         self._adopt(ids_T, cached_tokens, cached_tokens - window)
         self._first_row = self.num_tokens
@@ -370,8 +371,8 @@ class SequenceState:
         start, stop = exact_span(self.config, self.decoder_replay, cached_tokens, prompt_tokens)
         if self.decoder_replay == "off" or start <= 0:
             raise CapacityError(
-                f"an exact rebuild of {cached_tokens} cached tokens for a prompt of {prompt_tokens} starts at the first "
-                "token: start cold"
+                f"an exact rebuild of {cached_tokens} cached tokens for a prompt of {prompt_tokens} "
+                "starts at the first token: start cold"
             )
         self._adopt(ids_T, cached_tokens, start)
         self._exact_stop = stop

@@ -61,9 +61,7 @@ class AttentionState(Protocol):
     ) -> SharedKV:
         """The entries each row attends to from this index source on, inside `pool` if one is given."""
 
-    def attend(
-        self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         """Attention of the current rows over their window and selection: [T, H, C]."""
 
 

@@ -75,7 +75,8 @@ class Transformer(nn.Module):
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype))
-        self.layers = nn.ModuleList(
+        # a ModuleList forgets the type of what it holds
+        self.layers: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
                 config,
                 plan,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from cedar.config.engram import engram_hashes
@@ -78,6 +79,7 @@ class Tensor:
         return self.values * (2 if adamw else 1)
 
 
+@lru_cache(maxsize=32)
 def tensors(config: ModelConfig) -> tuple[Tensor, ...]:
     """All tensors of the model in the order of the forward pass, draft blocks and vision last.
 

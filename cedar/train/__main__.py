@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     recall.add_argument("model", type=Path)
     recall.add_argument("--length", type=int)
     recall.add_argument("--documents", type=int, default=32)
-    recall.add_argument("--questions", type=int, default=8)
+    recall.add_argument("--questions", type=int)
     recall.add_argument("--seed", type=int, default=0)
     return parser
 

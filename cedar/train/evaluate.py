@@ -52,7 +52,7 @@ def documents(tasks: Tasks, *, length: int, count: int, questions: int, skip_las
     Raises:
         ConfigError: `length` leaves no room for records before the last `skip_last` tokens.
     """
-    if length - questions * 26 < skip_last + 40:
+    if length < _shortest(questions, skip_last):
         raise ConfigError(
             f"a length of {length} has no room for {questions} questions and records more than {skip_last} tokens "
             "back; use a larger length or fewer questions"
@@ -69,6 +69,20 @@ def documents(tasks: Tasks, *, length: int, count: int, questions: int, skip_las
         )
         for number in range(count)
     ]
+
+
+def _shortest(questions: int, skip_last: int) -> int:
+    """Tokens of the shortest document that has room for the questions and for records before the skipped tail."""
+    return questions * 26 + skip_last + 40
+
+
+def most_questions(length: int, skip_last: int) -> int:
+    """Questions that leave half of what can be asked about to the records, at most 8.
+
+    >>> most_questions(1024, 180), most_questions(256, 120)
+    (8, 1)
+    """
+    return max(1, min(8, (length - skip_last - 40) // 52))
 
 
 def ask(model: Transformer, tokenizer: Tokenizer, document: Lookup, *, selection: SelectionRule) -> list[Answer]:
@@ -148,7 +162,7 @@ def recall(
     *,
     length: int,
     count: int = 32,
-    questions: int = 8,
+    questions: int | None = None,
     seed: int = 0,
     held_out: int = 8,
     control: bool = True,
@@ -167,6 +181,7 @@ def recall(
     """
     tasks = Tasks(tokenizer, {}, held_out=held_out)
     far = reach(model)
+    questions = most_questions(length, far) if questions is None else questions
     lookups = documents(tasks, length=length, count=count, questions=questions, skip_last=far, seed=seed)
     started = time.monotonic()
     learned = [answer for lookup in lookups for answer in ask(model, tokenizer, lookup, selection="learned")]

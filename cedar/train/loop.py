@@ -305,6 +305,7 @@ class Trainer:
                 "skipped": self.skipped,
                 "norms": list(self.norms),
                 "elapsed_s": self.clock.elapsed_s,
+                "device": torch.cuda.get_device_name() if self.model.device.type == "cuda" else "a CPU",
                 "tokenizer": self.batches.tasks.tokenizer.fingerprint,
             },
         )

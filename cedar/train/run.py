@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import tarfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from cedar.chat.tokenizer import Tokenizer, train_tokenizer
 from cedar.checkpoint.read import read_checkpoint
 from cedar.checkpoint.resume import load_newest, load_weights, save_weights
 from cedar.checkpoint.write import write_checkpoint
+from cedar.config.engram import engram_hashes
 from cedar.config.load import override
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
@@ -26,6 +28,7 @@ from cedar.errors import ConfigError, FormatError
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
+from cedar.train.card import model_card
 from cedar.train.corpus import Corpus, make_tokenizer, open_corpus, read_documents, take_texts, write_chats, write_texts
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
@@ -75,10 +78,10 @@ def prepare(
     tokenizer.save(out)
     infos: dict[str, Any] = {}
     if texts is not None:
-        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=str(texts))
+        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=Path(texts).name)
         held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
         infos["stories/validation"] = write_texts(
-            held_out, out / "stories" / "validation", tokenizer, source=f"{texts} (validation)"
+            held_out, out / "stories" / "validation", tokenizer, source=f"{Path(texts).name} (validation)"
         )
     if chats is not None:
         render_chat = _chat_renderer(tokenizer)
@@ -90,7 +93,7 @@ def prepare(
                 tokenizer,
                 render=render_chat,
                 max_tokens=max_chat_tokens,
-                source=str(chats),
+                source=Path(chats).name,
             )
     for name, info in infos.items():
         report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
@@ -246,20 +249,7 @@ def train(
     complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
     draw_curve(run)
     if complete:
-        folder = export(run, report=report)
-        started = time.monotonic()
-        measured = evaluate_recall(folder, length=None, count=32, questions=8, seed=0)
-        facts_file = folder / "training.json"
-        facts = json.loads(facts_file.read_text(encoding="utf-8")) | {"recall": measured}
-        validation = load_corpora(config.data.folder, tokenizer, "validation") if corpora else {}
-        if "stories" in validation:
-            whole, _, _ = load_model(folder)
-            facts["text"] = evaluate.text(whole, tokenizer, validation["stories"], length=config.trained_length)
-        facts_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        report(
-            f"recall {measured['accuracy']:.3f}, with random selection {measured['accuracy_random_selection']:.3f} "
-            f"at {measured['length']} tokens ({time.monotonic() - started:.0f} s)"
-        )
+        describe(export(run, report=report), config, report=report)
     else:
         report(f"stopped at step {trainer.step}; the same command goes on from there")
     return complete
@@ -314,6 +304,9 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
     tokenizer = Tokenizer.load(run)
     model = new_model(config, tokenizer, torch.device("cpu"))
     model.load_state_dict(dict(state.model))
+    log = run / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+    losses = [line["loss"] for line in lines if "loss" in line][-20:]
     folder = run / _MODEL_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     write_checkpoint(model, folder)
@@ -323,6 +316,9 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
         "steps": state.step,
         "tokens": state.meta["tokens_seen"],
         "minutes": round(state.meta["elapsed_s"] / 60, 1),
+        "device": state.meta["device"],
+        "final_loss": round(statistics.fmean(losses), 4) if losses else None,
+        "shortest_length": min(length for stage in config.stages for length in stage.lengths),
         "trained_length": config.trained_length,
         "held_out_names": config.data.held_out_names,
     }
@@ -331,6 +327,35 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
     size = sum(file.stat().st_size for file in folder.iterdir())
     report(f"model written to {folder} ({size / 1e6:.1f} MB)")
     return folder
+
+
+def describe(
+    folder: Path, config: TrainConfig, *, count: int = 32, report: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Measure an exported model and write what came out into its training.json and its card.
+
+    Returns:
+        What training.json says.
+    """
+    model, tokenizer, facts = load_model(folder)
+    facts["recall"] = evaluate_recall(folder, length=None, count=count, questions=None, seed=0)
+    file = Path(config.data.folder) / "stories" / "validation"
+    if file.is_dir():
+        facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    tables = sum(hashes.num_rows for hashes in engram_hashes(model.config.engram).values())
+    card = model_card(
+        facts,
+        parameters=sum(p.numel() for p in model.parameters()) + tables * model.config.engram.head_dim,
+        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    recall = facts["recall"]
+    report(
+        f"recall {recall['accuracy']:.3f}, with random selection {recall['accuracy_random_selection']:.3f} "
+        f"at {recall['length']} tokens ({recall['seconds']:.0f} s)"
+    )
+    return facts
 
 
 def pack(run: str | Path, out: str | Path) -> list[Path]:
@@ -451,7 +476,9 @@ def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_to
     return {"model": str(folder), **evaluate.text(model, tokenizer, held_out, length=length, max_tokens=max_tokens)}
 
 
-def evaluate_recall(folder: str | Path, *, length: int | None, count: int, questions: int, seed: int) -> dict[str, Any]:
+def evaluate_recall(
+    folder: str | Path, *, length: int | None, count: int, questions: int | None, seed: int
+) -> dict[str, Any]:
     """`evaluate.recall` of a model folder at twice its trained length, or at `length`.
 
     Raises:

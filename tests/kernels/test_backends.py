@@ -37,7 +37,12 @@ def _collapse(rows: int) -> Callable[[], Any]:
 
 def _expand(rows: int) -> Callable[[], Any]:
     # not symmetric: a transposed mixing must show
-    y, streams, post, mixing = torch.randn(rows, 40), torch.randn(rows, 4, 40), torch.rand(rows, 4), torch.rand(rows, 4, 4)
+    y, streams, post, mixing = (
+        torch.randn(rows, 40),
+        torch.randn(rows, 4, 40),
+        torch.rand(rows, 4),
+        torch.rand(rows, 4, 4),
+    )
     return lambda: mhc.expand(y, streams, post, mixing)
 
 
@@ -143,7 +148,9 @@ def test_compiled_rounding_is_bit_exact(spec: Any) -> None:
         pytest.skip("no compiled kernels on this machine: there is no C compiler")
     x = torch.randn(64, 96) * torch.logspace(-12, 4, 64).unsqueeze(1)
     # exact ties of the coarse grid, zeros of both signs, and values below every floor
-    x[0, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -2.5, -3.5, -5.0, 0.0, -0.0])
+    x[0, :16] = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -2.5, -3.5, -5.0, 0.0, -0.0]
+    )
     x[1] = 0.0
     x[2] = 1e-30
     with use_kernels("reference"):
@@ -165,7 +172,10 @@ def test_deterministic_rows_do_not_depend_on_their_neighbours(op: str) -> None:
 def _row_calls(call: Callable[[], Any], rows: int) -> list[Callable[[], Any]]:
     """The same call for each row alone: every captured tensor with that many rows is cut."""
     function = call
-    cells = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)}
+    cells = {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
     per_row = {"streams", "premix", "y", "post", "mixing", "x", "angle", "gate", "up", "query", "window", "entries"}
     per_row |= {"seen", "present", "u", "image", "ids", "weights"}
 

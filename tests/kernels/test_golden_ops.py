@@ -38,7 +38,13 @@ def test_mix_coefficients(prefix: str, tolerance: float) -> None:
 def test_steep_case_tells_19_rounds_from_20() -> None:
     data = golden.load("mhc")
     _, _, short = mhc.mix_coefficients(
-        data["X"].float(), data["steep.fn"], data["steep.scale"], data["steep.base"], iterations=19, eps=1e-6, rms_eps=1e-20
+        data["X"].float(),
+        data["steep.fn"],
+        data["steep.scale"],
+        data["steep.base"],
+        iterations=19,
+        eps=1e-6,
+        rms_eps=1e-20,
     )
     assert (short - data["steep.C"]).abs().max() > 2e-6
 
@@ -103,7 +109,13 @@ def test_route_gives_ties_to_the_lower_expert() -> None:
 def test_route_of_the_specification() -> None:
     """architecture.md 5: the bias chooses, the unbiased score weighs."""
     ids, weights, _ = experts.route(
-        torch.tensor([[0.0, 1.0, -1.0, 2.0]]), None, torch.eye(4), torch.tensor([0.5, 0, 0, -0.6]), torch.zeros(4), 2, 1.5
+        torch.tensor([[0.0, 1.0, -1.0, 2.0]]),
+        None,
+        torch.eye(4),
+        torch.tensor([0.5, 0, 0, -0.6]),
+        torch.zeros(4),
+        2,
+        1.5,
     )
     assert ids.tolist() == [[0, 1]]
     torch.testing.assert_close(weights, torch.tensor([[0.631192, 0.868808]]), rtol=0, atol=2e-6)
@@ -135,9 +147,7 @@ def test_selection_from_given_scores(case: dict[str, int]) -> None:
     scores = scores.masked_fill(hidden, -torch.inf)
     k = case["topk"]
     assert torch.equal(indexer.mask_to_index(indexer.topk_mask(scores, k), k), data[prefix + "topk"])
-    blocks = indexer.candidate_blocks(
-        scores, visible, block_size=case["block_size"], topk_blocks=case["keep_blocks"]
-    )
+    blocks = indexer.candidate_blocks(scores, visible, block_size=case["block_size"], topk_blocks=case["keep_blocks"])
     assert torch.equal(indexer.mask_to_index(blocks, case["keep_blocks"]), data[prefix + "blocks"])
     member = blocks.repeat_interleave(case["block_size"], dim=1)[:, : scores.shape[1]]
     inside = scores.masked_fill(~member, -torch.inf)

@@ -64,7 +64,7 @@ def test_recall_of_an_untrained_model_is_nothing(model: Transformer, tokenizer: 
     assert result["questions"] == 4
     assert result["least_distance"] > result["reach_of_windows"] > result["window"]
     with pytest.raises(ConfigError, match="has no room for 8 questions"):
-        evaluate.recall(model, tokenizer, length=200)
+        evaluate.recall(model, tokenizer, length=200, questions=8)
 
 
 def test_text_of_an_untrained_model_costs_about_the_whole_vocabulary(

@@ -63,7 +63,17 @@ def test_chats_are_learnt_where_the_assistant_speaks(data: Path) -> None:
 
 
 def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"accuracy": 0.0, "accuracy_random_selection": 0.0, "length": 128}
+    step = {"from": 256, "to": 512, "questions": 4, "accuracy": 0.5}
+    measured = {
+        "accuracy": 0.5,
+        "accuracy_random_selection": 0.0,
+        "length": 128,
+        "seconds": 1.0,
+        "questions": 4,
+        "least_distance": 300,
+        "reach_of_windows": 120,
+        "by_distance": [step],
+    }
     monkeypatch.setattr(runs, "evaluate_recall", lambda folder, **given: measured)
     stage = {"mixture": {"stories": 0.5, "instruct": 0.3, "pairs": 0.2}, "rounding": ["serving"]}
     config = tiny_recipe(data={"folder": str(data)}, stage=stage, steps=3, eval_every=2)
@@ -78,6 +88,9 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
     assert facts["trained_length"] == 64
     assert facts["recall"] == measured
     assert facts["text"]["bits_per_byte"] > 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| as it serves | **50.0%** of 4 |" in card
+    assert "3.3 million parameters" in card
     # what was trained with rounded weights is what was written
     state, _ = load_newest(tmp_path / "checkpoints")
     assert state is not None

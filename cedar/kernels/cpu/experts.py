@@ -20,7 +20,13 @@ def fits(op: str, *tensors: Tensor) -> bool:
 
 
 def route(
-    u_TD: Tensor, image_T: Tensor | None, weight_ED: Tensor, bias_E: Tensor, image_bias_E: Tensor, k: int, scaling: float
+    u_TD: Tensor,
+    image_T: Tensor | None,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    image_bias_E: Tensor,
+    k: int,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     u_TD = native.rows(u_TD)
     num_rows, channels = u_TD.shape

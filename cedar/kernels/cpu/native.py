@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ def unavailable(device: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def function(name: str, signature: str) -> ctypes._CFuncPtr:
+def function(name: str, signature: str) -> Callable[..., int | None]:
     """The C function, with argument types by letter: p pointer, l int64, i int, f float."""
     library = _library()
     assert library is not None, "unavailable() said so"

@@ -69,9 +69,7 @@ def _window_blocks(window_BSC: Tensor, num_window: int) -> Tensor:
     return padded.unfold(1, 2 * num_window, num_window).transpose(2, 3)
 
 
-def _window_scores(
-    query_BSHC: Tensor, window_BSC: Tensor, window_start_BS: Tensor, num_window: int
-) -> Tensor:
+def _window_scores(query_BSHC: Tensor, window_BSC: Tensor, window_start_BS: Tensor, num_window: int) -> Tensor:
     """Scores against the own and the previous block of keys, -inf outside the window: [B, S, H, 2 * num_window]."""
     num_rows, num_heads = query_BSHC.shape[1:3]
     padding = -num_rows % num_window

@@ -22,9 +22,7 @@ def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     still_THS, turning_THR = x_THI.split([x_THI.shape[-1] - num_rotated, num_rotated], dim=-1)
     even_THR, odd_THR = turning_THR.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    turned_THR2 = torch.stack(
-        [even_THR * cos_T1R - odd_THR * sin_T1R, even_THR * sin_T1R + odd_THR * cos_T1R], dim=-1
-    )
+    turned_THR2 = torch.stack([even_THR * cos_T1R - odd_THR * sin_T1R, even_THR * sin_T1R + odd_THR * cos_T1R], dim=-1)
     return torch.cat([still_THS, turned_THR2.flatten(-2).to(x_THI.dtype)], dim=-1)
 
 

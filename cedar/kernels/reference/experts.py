@@ -12,7 +12,13 @@ from cedar.kernels.quantize import round_rows
 
 
 def route(
-    u_TD: Tensor, image_T: Tensor | None, weight_ED: Tensor, bias_E: Tensor, image_bias_E: Tensor, k: int, scaling: float
+    u_TD: Tensor,
+    image_T: Tensor | None,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    image_bias_E: Tensor,
+    k: int,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     score_TE = F.softplus(F.linear(u_TD.float(), weight_ED.float())).sqrt()
     biased_TE = score_TE.detach() + bias_E
@@ -43,7 +49,9 @@ def experts(
         if row.numel() == 0:
             continue
         x = u_TD[row]
-        inner = swiglu(linear(x, w1_EID[expert]), linear(x, w3_EID[expert]), limit) * weights_TK[row, slot].unsqueeze(-1)
+        inner = swiglu(linear(x, w1_EID[expert]), linear(x, w3_EID[expert]), limit) * weights_TK[row, slot].unsqueeze(
+            -1
+        )
         inner = inner.to(u_TD.dtype)
         if round_inner:
             inner = round_rows(inner, FP8)

@@ -1,0 +1,135 @@
+"""The card of a trained model: every number of it comes from `training.json`, so it cannot go stale."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+
+def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) -> str:
+    """README.md of a model folder.
+
+    Args:
+        facts: `training.json`.
+        parameters: Of the model, Engram tables included.
+        size_bytes: Of its weights on disk.
+    """
+    recipe = facts["recipe"]
+    sections = [
+        f"# {recipe['preset']}: a small model of the DeepSeek-V4.1-Flash architecture",
+        _fill(
+            f"{parameters / 1e6:.1f} million parameters, {size_bytes / 1e6:.1f} MB in the release's own format (FP8",
+            "and MXFP4 weights, FP8 Engram tables). Trained from random weights by cedar, with every text mechanism of",
+            "the architecture on: sliding windows, CSA2 with FP4 entries and FP4 index keys, the candidate pool,",
+            "single-pass mHC, Engram, mixture of experts, and bounded decoder replay.",
+        ),
+        _recall(facts),
+        _abilities(facts),
+        _training(facts),
+        _data(recipe),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _fill(*sentences: str) -> str:
+    """A paragraph in lines of the repository's width."""
+    return textwrap.fill(" ".join(sentences), width=116, break_on_hyphens=False, break_long_words=False)
+
+
+def _recall(facts: Mapping[str, Any]) -> str:
+    recall = facts.get("recall")
+    if recall is None:
+        return ""
+    times = recall["length"] / facts["trained_length"]
+    asked = _fill(
+        f"`cedar eval recall` asks for records in texts of {recall['length']} tokens, {times:g} times the longest",
+        f"sample of the training ({facts['trained_length']}). Each record lies at least {recall['least_distance']}",
+        f"tokens back; the windows of all layers together reach {recall['reach_of_windows']}. An answer counts only if",
+        "every digit is the likeliest token. The names asked for are pairs of words that training never joined.",
+    )
+    rows = "\n".join(
+        f"| {step['from']} to {step['to'] - 1} | {step['questions']} | {step['accuracy']:.1%} |"
+        for step in recall["by_distance"]
+    )
+    return f"""## Recall
+
+{asked}
+
+| | exact answers |
+|---|---|
+| as it serves | **{recall["accuracy"]:.1%}** of {recall["questions"]} |
+| every index source (Reindex too) takes random visible entries | {recall["accuracy_random_selection"]:.1%} |
+
+| distance in tokens | questions | exact |
+|---|---|---|
+{rows}"""
+
+
+def _abilities(facts: Mapping[str, Any]) -> str:
+    text = facts.get("text")
+    measured = ""
+    if text is not None:
+        measured = (
+            f"Held-out stories cost {text['bits_per_byte']:.2f} bits per byte ({text['nats_per_token']:.2f} nats per "
+            f"token, runs of {text['length']} tokens)."
+        )
+    can = _fill(
+        'It looks up what a text says ("What is the code for the red fox?") far beyond its window, goes on with a',
+        "simple story, and answers a few fixed kinds of question.",
+        measured,
+    )
+    cannot = _fill(
+        "It knows next to nothing, cannot reason, and does not follow free instructions. Ask for records in the words",
+        'it was trained on ("The code for the red fox is 4821."); other wordings work less well or not at all. Its',
+        "language and outlook are those of books of 1850 to 1925. Recall was measured up to the length above; beyond",
+        "it, nothing is promised. It was never shown a thought or a tool call: leave thinking off. It exists to show",
+        "the system at work, not to inform anyone.",
+    )
+    return f"## What it can do, and what not\n\n{can}\n\n{cannot}"
+
+
+def _training(facts: Mapping[str, Any]) -> str:
+    recipe = facts["recipe"]
+    stages = "\n".join(
+        f"| {stage['name']} | {stage['share']:.0%} | {stage['dense_share']:.0%} | "
+        f"{', '.join(stage['rounding']) or 'none'} | {stage['replay_share']:.0%} | "
+        f"{', '.join(f'{name} {weight:g}' for name, weight in stage['mixture'].items())} |"
+        for stage in recipe["stages"]
+    )
+    loss = facts.get("final_loss")
+    told = _fill(
+        f"{facts['steps']:,} steps of {recipe['rows']} rows of {recipe['row_tokens']} tokens,",
+        f"{facts['tokens'] / 1e6:.0f} million tokens in all, seed {recipe['seed']}, {facts['minutes']:g} minutes on",
+        f"{facts['device']}. Samples of {facts['shortest_length']} to {facts['trained_length']} tokens. Muon, the",
+        f"Sinkhorn update and AdamW at a peak rate of {recipe['optim']['learning_rate']:g}; the indexers learn from",
+        "their own loss." + (f" Mean loss of the last logged steps: {loss:.3f} nats a learnt token." if loss else ""),
+        "The whole recipe is in `training.json`.",
+    )
+    return f"""## Training
+
+{told}
+
+| stage | of the steps | batches that see every entry | roundings | samples under replay | mixture, by tokens |
+|---|---|---|---|---|---|
+{stages}"""
+
+
+def _data(recipe: Mapping[str, Any]) -> str:
+    sources = sorted({name for stage in recipe["stages"] for name in stage["mixture"]})
+    known = {
+        "stories": "`stories`: public-domain books in English, the simplest first, from Project Gutenberg and like "
+        "collections",
+        "instruct": "`instruct`: short question templates and story tasks made for this project; the story tasks "
+        "quote the same books",
+        "lookup": "`lookup`: texts with records in them and questions about the records, generated",
+        "restate": "`restate`: records told and told again, generated",
+        "pairs": "`pairs`: random key-value pairs, generated",
+        "copy": "`copy`: repeated spans of random tokens, generated",
+    }
+    lines = "\n".join(f"- {known.get(name, f'`{name}`: a corpus of the user')}." for name in sources)
+    return f"""## Data and licence
+
+{lines}
+
+`NOTICE` beside this file has the attributions. The weights are free to use like the rest of cedar (MIT)."""
