@@ -148,12 +148,42 @@ def open_engine(model: Transformer, setting: Setting, directory: Path) -> Engine
     return Engine(model, cache=cache)
 
 
+def time_restart(model: Transformer, num_tokens: int) -> None:
+    """First token of a long conversation's next turn: cold, after a restart, and after one that kept snapshots."""
+    draw = random.Random(2)
+    prompt = tuple(draw.randrange(model.config.vocab_size - 16) for _ in range(num_tokens))
+    turn = tuple(draw.randrange(model.config.vocab_size - 16) for _ in range(40))
+    pages = num_tokens // 128 + 64
+
+    def first_token(setting: Setting, directory: Path, ids: tuple[int, ...]) -> float:
+        engine = open_engine(model, setting, directory)
+        asked = time.monotonic()
+        took = 0.0
+        end = None
+        for event in engine.submit(Request(prompt_ids=ids, sampling=SamplingParams(temperature=0, max_tokens=2))):
+            if isinstance(event, Token) and not took:
+                took = time.monotonic() - asked
+            end = event
+        assert isinstance(end, Finished)
+        print(f"{setting.name}: first token after {took:.3f} s, {end.resume}, {end.cached_tokens} of {len(ids)} cached")
+        engine.close()
+        return took
+
+    with tempfile.TemporaryDirectory() as name:
+        disk = Setting(name="disk, snapshots", pages=pages)
+        plain = Setting(name="disk, no snapshots", pages=pages, snapshots=False)
+        cold = first_token(disk, Path(name), prompt)
+        for setting in (plain, disk):
+            print(f"  cold / resumed: {cold / first_token(setting, Path(name), prompt + turn):.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="nano", help="A preset with random weights, or a model directory.")
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--system", type=int, default=1500, metavar="TOKENS")
+    parser.add_argument("--restart", type=int, metavar="TOKENS", help="Only time a restart at so many tokens.")
     options = parser.parse_args()
     if Path(options.model).exists():
         model = load_model(open_model(options.model))
@@ -162,6 +192,9 @@ def main() -> None:
         with torch.no_grad():
             initialise(model, seed=0)
         model.token_map.set(list(range(model.config.vocab_size)))
+    if options.restart:
+        time_restart(model, options.restart)
+        return
     rounds = trace(options.sessions, options.turns, options.system, model.config.vocab_size - 16, 1)
     print("| setting | first token, median ms | p95 ms | tokens/s | cached | of it disk | rows run | resumes |")
     print("|---|--:|--:|--:|--:|--:|--:|---|")

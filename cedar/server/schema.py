@@ -254,9 +254,9 @@ class Reply:
             "prompt_tokens": end.prompt_tokens,
             "completion_tokens": end.completion_tokens,
             "total_tokens": end.prompt_tokens + end.completion_tokens,
-            "prompt_cache_hit_tokens": 0,
-            "prompt_cache_miss_tokens": end.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 0},
+            "prompt_cache_hit_tokens": end.cached_tokens,
+            "prompt_cache_miss_tokens": end.prompt_tokens - end.cached_tokens,
+            "prompt_tokens_details": {"cached_tokens": end.cached_tokens, "image_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
         }
 
