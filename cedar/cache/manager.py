@@ -140,7 +140,7 @@ class CacheManager:
         decoder_replay: str,
         exact_span: Callable[[int, int], tuple[int, int]],
     ) -> Plan:
-        """The way to start a prompt that runs fewest rows again, among those that the rules allow.
+        """The way to start a prompt that runs fewest rows, among those that the rules allow.
 
         Pages on disk come into memory for it, as far as there is room.
 
@@ -178,8 +178,12 @@ class CacheManager:
                 plans.append(
                     Plan(grade="g2", cached_tokens=cached, first_row=cached - window, lineage=lineage + 1, tier=tier)
                 )
-        # of equals, the one that recomputes nothing approximately
-        return max(plans, key=lambda plan: (plan.first_row, -plan.lineage))
+
+        def worth(plan: Plan) -> tuple[int, int]:
+            # an exact resume may run a window more than an approximate one
+            return plan.first_row + (window if plan.grade in ("g0", "g1", "g3") else 0), -plan.lineage
+
+        return max(plans, key=worth)
 
     def lease(self, prompt: Sequence[int], salt: bytes, plan: Plan, *, keep: bool = True) -> Lease:
         """The pages of a plan, shared; the plan must be of this moment."""
