@@ -6,9 +6,12 @@ Nothing is imported above that a command might not need: `cedar --help` and `ced
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from cedar.cache.store import PageStore
 
 app = typer.Typer(
     name="cedar",
@@ -210,6 +213,18 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
+    cache_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
+    ] = None,
+    cache_memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="Memory for cached and running tokens.")
+    ] = "512MiB",
+    cache_disk: Annotated[
+        str, typer.Option(metavar="BYTES", help="What the files in --cache-dir may grow to.")
+    ] = "8GiB",
+    strict_cache: Annotated[
+        bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page to talk to it."""
     import asyncio
@@ -220,6 +235,7 @@ def serve(
 
     from cedar.config.serve import ServeConfig
     from cedar.engine.load import open_model, start_engine
+    from cedar.planner.fit import parse_bytes
     from cedar.planner.kv import global_bytes_per_token
     from cedar.server.run import listen, serve
 
@@ -234,6 +250,10 @@ def serve(
         api_key_file=api_key_file,
         drain_s=drain,
         strict=strict,
+        cache_dir=cache_dir,
+        cache_bytes=parse_bytes(cache_memory),
+        cache_disk_bytes=parse_bytes(cache_disk),
+        strict_cache=strict_cache,
     )
     listener = listen(config)
     began = time.monotonic()
@@ -262,6 +282,77 @@ def serve(
     # taking torch apart takes a second, and a thread deep inside a native call would hold it up for longer
     logging.shutdown()
     os._exit(0)
+
+
+cache = typer.Typer(no_args_is_help=True, help="Look into the disk tier of a model's cache.")
+app.add_typer(cache, name="cache")
+CACHE_DIR = typer.Argument(metavar="DIR", help="What `cedar serve --cache-dir` was given.")
+
+
+def _tier(model: str, directory: Path, *, read_only: bool) -> PageStore:
+    from cedar.config.serve import ServeConfig
+    from cedar.engine.load import open_model, open_store
+
+    return open_store(open_model(model), ServeConfig(cache_dir=directory), read_only=read_only)
+
+
+@cache.command("ls")
+def cache_ls(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    text: Annotated[bool, typer.Option("--text", help="Show how each page begins.")] = False,
+) -> None:
+    """The pages that are kept, one a line: key, tokens, bounded replays upstream."""
+    from cedar.engine.load import open_model
+
+    tier, tokenizer = _tier(model, directory, read_only=True), open_model(model).tokenizer
+    for page in tier.walk():
+        shown = f"  {tokenizer.decode(list(page.tokens[:24]))!r}" if text else ""
+        print(f"{page.key.hex()}  {len(page.tokens):3} tokens  lineage {page.lineage}{shown}")
+    tier.close()
+
+
+@cache.command("stats")
+def cache_stats(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+    """Pages, segments, snapshots and bytes."""
+    tier = _tier(model, directory, read_only=True)
+    for name, value in tier.describe().items():
+        print(f"{name:15} {value:,}" if isinstance(value, int) else f"{name:15} {value}")
+    tier.close()
+
+
+@cache.command("verify")
+def cache_verify(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+    """Read every page and check it; broken ones are forgotten. Status 1 if there were any."""
+    tier = _tier(model, directory, read_only=True)
+    whole, broken = tier.verify()
+    tier.close()
+    print(f"{whole} whole, {broken} broken and forgotten")
+    raise typer.Exit(int(broken > 0))
+
+
+@cache.command("purge")
+def cache_purge(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+    """Forget every page and snapshot of this model, and delete the files."""
+    tier = _tier(model, directory, read_only=True)
+    count = tier.purge()
+    tier.close()
+    print(f"{count} pages forgotten")
+
+
+@cache.command("explain")
+def cache_explain(
+    first: Annotated[Path, typer.Argument(metavar="ONE", help="A chat request as JSON, or any text file.")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another that should have shared its prefix.")],
+    model: Annotated[str, MODEL] = "bundled",
+) -> None:
+    """Why two requests do not share more of their prefix: the first token that differs, from both sides."""
+    from cedar.chat.explain import explain, read_prompt
+    from cedar.engine.load import open_model
+
+    files = open_model(model)
+    one, other = (read_prompt(path, files.tokenizer, thinking=files.defaults.thinking) for path in (first, second))
+    print(explain(one, other, files.tokenizer, names=(str(first), str(second))))
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")

@@ -30,6 +30,14 @@ class ServeConfig:
         strict: Unknown fields are refused, not only warned about.
         api_key_file: Keys that may ask (`cedar.server.auth` tells its shape); None lets everybody.
         dropped_lines: Lines of system messages that begin with one of these are left out of the prompt.
+        max_running: Sequences that run at once; more wait.
+        cache_bytes: Memory for pages: of the sequences that run, and of prefixes that later ones may share.
+        snapshot_bytes: Host memory for snapshots, which resume a conversation without computing anything again.
+        snapshot_ttl_s: A snapshot that nobody asked for leaves after this long.
+        cache_dir: Where pages go to survive a restart; None keeps none. The files hold prompts.
+        cache_disk_bytes: What the files there may grow to.
+        strict_cache: A hit never changes an answer: exact resumes alone, and arithmetic that does not depend on
+            what runs beside a request. Slower.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +53,13 @@ class ServeConfig:
     strict: bool = False
     api_key_file: Path | None = None
     dropped_lines: tuple[str, ...] = ("x-anthropic-billing-header:",)
+    max_running: int = 16
+    cache_bytes: int = 512 * 2**20
+    snapshot_bytes: int = 64 * 2**20
+    snapshot_ttl_s: float = 600.0
+    cache_dir: Path | None = None
+    cache_disk_bytes: int = 8 * 2**30
+    strict_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("prefill_chunk", "max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
@@ -52,6 +67,11 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}, expected seconds, 0 or more")
+        for name in ("max_running", "cache_bytes", "snapshot_ttl_s", "cache_disk_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.snapshot_bytes < 0:
+            raise ConfigError(f"snapshot_bytes is {self.snapshot_bytes}, expected 0 (no snapshots) or more")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}, expected 0..65535 (0 takes a free one)")
         if self.max_context is not None and self.max_context < 2:

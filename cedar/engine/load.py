@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ from cedar.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from cedar.cache.store import PageStore
     from cedar.engine.engine import Engine
     from cedar.model.transformer import Transformer
 
+# goes up when the bytes of a page, or what they depend on, change
+FORMAT_VERSION = 1
 BUNDLED = "bundled"
 BUNDLED_NAME = "cedar"
 
@@ -139,17 +143,78 @@ def load_model(files: ModelFiles, *, device: str | None = None, dtype: torch.dty
     return read_checkpoint(files.path, dtype=dtype, device=device)
 
 
+def fingerprint(files: ModelFiles) -> bytes:
+    """What pages of this model are kept under: another config, other weights or another format see none of them.
+
+    It reads the config, the index and the head of each shard, not the weights: a shard that was written anew
+    differs in size, in its header or in its time of writing.
+    """
+    running = hashlib.sha256(f"cedar pages {FORMAT_VERSION}".encode())
+    for name in ("config.json", "model.safetensors.index.json"):
+        file = files.path / name
+        running.update(file.read_bytes() if file.exists() else b"")
+    for shard in sorted(files.path.glob("*.safetensors")):
+        about = shard.stat()
+        running.update(f"{shard.name} {about.st_size} {about.st_mtime_ns}".encode())
+        with shard.open("rb") as opened:
+            running.update(opened.read(min(int.from_bytes(opened.read(8), "little"), 2**24)))
+    return running.digest()
+
+
+def open_store(files: ModelFiles, config: ServeConfig, *, read_only: bool = False) -> PageStore:
+    """The disk tier of a model; needs no torch.
+
+    Raises:
+        ConfigError: No `cache_dir`.
+        FormatError: The directory holds another format, or nothing where it must be read.
+    """
+    from cedar.cache.store import PageStore
+    from cedar.planner.kv import page_bytes
+
+    if config.cache_dir is None:
+        raise ConfigError("there is no disk tier: give a cache directory")
+    return PageStore(
+        config.cache_dir,
+        fingerprint=fingerprint(files),
+        payload_bytes=page_bytes(files.config),
+        budget_bytes=config.cache_disk_bytes,
+        read_only=read_only,
+    )
+
+
 def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     """Read the weights and start the thread that serves them.
 
     Raises:
-        FormatError: The checkpoint is not what its config says.
+        FormatError: The checkpoint is not what its config says, or `cache_dir` holds another format.
+        ConfigError: `cache_bytes` holds less than two pages.
     """
+    from cedar.cache.manager import CacheManager
     from cedar.engine.engine import Engine
+    from cedar.model.sequence import Snapshot
+    from cedar.planner.kv import page_bytes
 
+    num_pages = config.cache_bytes // page_bytes(files.config)
+    if num_pages < 2:
+        raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
+    model = load_model(files)
+    cache = CacheManager(
+        files.config,
+        num_pages=num_pages,
+        dtype=model.dtype,
+        device=model.device,
+        strict=config.strict_cache,
+        snapshot_bytes=config.snapshot_bytes,
+        snapshot_ttl_s=config.snapshot_ttl_s,
+        fingerprint=fingerprint(files),
+        store=None if config.cache_dir is None else open_store(files, config),
+        read_snapshot=Snapshot.from_bytes,
+    )
     return Engine(
-        load_model(files),
+        model,
         max_context=config.max_context,
         prefill_chunk=config.prefill_chunk,
         max_waiting=config.max_waiting,
+        max_running=config.max_running,
+        cache=cache,
     )

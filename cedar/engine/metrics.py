@@ -13,12 +13,20 @@ class Metrics:
 
     Attributes:
         finished: Requests by finish reason.
+        cancelled: Those among them that were cancelled, by the phase they were in.
+        preempted: Times that a sequence was set aside for want of pages.
+        cached_tokens: Prompt tokens found in a cache, by tier.
+        resumes: Requests by the way their prompt started.
         waiting: Requests in the queue now.
         running: Sequences that hold a state now.
     """
 
     submitted: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    cancelled: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    resumes: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queue_s: float = 0.0
@@ -30,6 +38,9 @@ class Metrics:
     def count(self, end: Finished, *, prefilled: int) -> None:
         """Add a request that ended after `prefilled` prompt tokens."""
         self.finished[end.reason] = self.finished.get(end.reason, 0) + 1
+        self.resumes[end.resume] = self.resumes.get(end.resume, 0) + 1
+        if end.cached_tokens:
+            self.cached_tokens[end.cache_tier] = self.cached_tokens.get(end.cache_tier, 0) + end.cached_tokens
         self.prompt_tokens += prefilled
         self.completion_tokens += end.completion_tokens
         self.queue_s += end.queue_s

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from cedar.errors import RequestError
 
 if TYPE_CHECKING:
+    from cedar.cache.manager import Lease
     from cedar.engine.sampling import Sampler
 
 DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
+Replay = Literal["bounded", "exact", "off"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -96,6 +98,10 @@ class Request:
     Attributes:
         constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
+        replay: What a cache hit may be: `bounded` may approximate, `exact` may not, `off` starts cold.
+        salt: Prompts of different salts never share a cached token.
+        keep: Whether what this request computes may serve later ones.
+        priority: Higher ones start first, and are set aside last when memory is short.
     """
 
     prompt_ids: tuple[int, ...]
@@ -103,6 +109,10 @@ class Request:
     constraint: Constraint | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
+    replay: Replay = "bounded"
+    salt: bytes = b""
+    keep: bool = True
+    priority: int = 0
 
 
 def check_room(num_prompt: int, wanted: int | None, context: int) -> int:
@@ -149,6 +159,8 @@ class Finished:
         cached_tokens: Tokens of the prompt that a cache held already.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
+        resume: How the prompt started (serving.md 2.1).
+        cache_tier: Where the cached tokens came from.
     """
 
     reason: FinishReason
@@ -160,6 +172,8 @@ class Finished:
     decode_s: float = 0.0
     cache_bytes: int = 0
     error: str = ""
+    resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
+    cache_tier: Literal["none", "memory", "disk"] = "none"
 
 
 Event = Progress | Token | Finished
@@ -185,9 +199,10 @@ class Handle:
 
 
 class Status(Enum):
-    """Where a sequence stands; WAITING holds no memory on the device."""
+    """Where a sequence stands; WAITING and PREEMPTED hold no pages."""
 
     WAITING = "waiting"
+    PREEMPTED = "preempted"
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -197,7 +212,11 @@ class Sequence:
     """A request while the engine works on it; only the engine's thread changes it after submission.
 
     Attributes:
-        state: The model's state of this sequence, None before admission.
+        state: The model's state of this sequence, None before admission and while preempted.
+        lease: Its pages, None before admission and without a cache.
+        aside: What a preempted sequence goes on from: a snapshot and its pages' bytes.
+        num_prefilled: Prompt tokens done, those that a cache held included.
+        num_run: Prompt rows that ran, those that ran again included.
         cancelled: Set by anyone; the engine's thread ends the sequence at its next step.
     """
 
@@ -208,7 +227,11 @@ class Sequence:
     status: Status = Status.WAITING
     state: Any = None
     sampler: Sampler | None = None
+    lease: Lease | None = None
+    aside: tuple[Any, list[bytes]] | None = None
     num_prefilled: int = 0
+    num_run: int = 0
+    reserved_pages: int = 0
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
     admitted_s: float = 0.0

@@ -5,8 +5,12 @@ T rows, C latent channels, I index channels, E entries, K selected entries, W wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -74,8 +78,28 @@ class RowStore:
         """Rows by number, all present."""
         return self._decode([plane[row_T] for plane in self._planes])
 
+    def truncate(self, count: int) -> None:
+        """Forget the rows from `count` on."""
+        self.count = min(self.count, count)
+
+    def prefix(self, count: int) -> RowStore:
+        """A store of its own that begins with the first `count` rows of this one."""
+        store = RowStore(self._num_channels, self._spec, self._dtype, self.device)
+        store._planes = [plane[:count].clone() for plane in self._planes]
+        store.count = count
+        return store
+
     def vector_bytes(self) -> int:
         return sum(plane.shape[1] * plane.element_size() for plane in self._planes)
+
+    def read(self, row_T: Tensor) -> list[Tensor]:
+        """Rows by number as they are stored, one tensor a plane."""
+        return [plane[row_T] for plane in self._planes]
+
+    def overwrite(self, row_T: Tensor, stored: Sequence[Tensor]) -> None:
+        """What `read` gave, back into its rows."""
+        for plane, rows in zip(self._planes, stored, strict=True):
+            plane[row_T] = rows.to(self.device)
 
     def _encode(self, rows_EC: Tensor) -> Sequence[Tensor]:
         return (rows_EC,) if self._spec is None else quantize_rows(rows_EC, self._spec)
@@ -86,6 +110,109 @@ class RowStore:
         return dequantize_rows(planes[0], planes[1], self._spec, self._dtype)
 
 
+class EntryStore(Protocol):
+    """Where the entries or the index keys of one KV source lie; `RowStore`, or pages of a cache."""
+
+    count: int
+
+    def append(self, rows_EC: Tensor) -> None: ...
+
+    def all(self) -> Tensor: ...
+
+    def gather(self, index: Tensor) -> Tensor: ...
+
+    def truncate(self, count: int) -> None: ...
+
+    def vector_bytes(self) -> int: ...
+
+
+# (what, KV source) -> where its rows go
+MakeStore = Callable[[Literal["entries", "keys"], int], EntryStore]
+
+
+# tails, and the counts of entries and keys by source
+Mark = tuple[dict[int, tuple[Tensor, Tensor]], dict[int, tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What resumes a sequence bit for bit, next to its entries (grade G0): a copy that nothing changes.
+
+    Attributes:
+        num_tokens: Where the sequence stood.
+        decoder_replay: How its decoder windows came to be; only a sequence of the same kind may resume.
+        marks: The state's own positions, see `SequenceState._MARKS`.
+        windows: Per layer, the last window's rows in position order, as stored.
+        tails: Per pairing source, the waiting half (content, gate); none after an even number of tokens.
+        recent_L: The token ids that the next n-grams look back at.
+
+    Source: serving.md 2.1 and 3.
+    """
+
+    num_tokens: int
+    decoder_replay: DecoderReplay
+    marks: dict[str, int]
+    windows: list[list[Tensor]]
+    tails: dict[int, tuple[Tensor, Tensor]]
+    recent_L: Tensor
+
+    @property
+    def num_held(self) -> int:
+        """Tokens whose entries must be there to go on."""
+        return max(self.num_tokens, self.marks["_write_floor"])
+
+    def num_bytes(self) -> int:
+        """Window rows and waiting halves."""
+        rows = [plane for planes in self.windows for plane in planes]
+        return sum(t.numel() * t.element_size() for t in (*rows, *(t for pair in self.tails.values() for t in pair)))
+
+    def to_bytes(self) -> bytes:
+        """One safetensors file; `from_bytes` reads it."""
+        tensors = {"recent": self.recent_L}
+        for layer, planes in enumerate(self.windows):
+            tensors |= {f"window.{layer}.{number}": plane for number, plane in enumerate(planes)}
+        for layer, (content_1C, gate_1C) in self.tails.items():
+            tensors |= {f"tail.{layer}.content": content_1C, f"tail.{layer}.gate": gate_1C}
+        about = {"num_tokens": self.num_tokens, "decoder_replay": self.decoder_replay, "marks": self.marks}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return safetensors.torch.save(contiguous, metadata={"about": json.dumps(about)})
+
+    @classmethod
+    def from_bytes(cls, stored: bytes) -> Snapshot:
+        tensors = safetensors.torch.load(stored)
+        header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])
+        about = json.loads(header["__metadata__"]["about"])
+        windows: list[list[Tensor]] = []
+        while f"window.{len(windows)}.0" in tensors:
+            layer = len(windows)
+            windows.append(
+                [tensors[f"window.{layer}.{number}"] for number in range(2) if f"window.{layer}.{number}" in tensors]
+            )
+        tails = {
+            int(name.split(".")[1]): (tensor, tensors[name.replace("content", "gate")])
+            for name, tensor in tensors.items()
+            if name.endswith(".content")
+        }
+        return cls(windows=windows, tails=tails, recent_L=tensors["recent"], **about)
+
+
+def exact_span(
+    config: ModelConfig, decoder_replay: DecoderReplay, cached_tokens: int, prompt_tokens: int
+) -> tuple[int, int]:
+    """(first row that an exact rebuild runs, first row that must be whole).
+
+    The first is not positive where a rebuild saves nothing.
+    """
+    window, boundary = config.attention.sliding_window, config.boundary_layer_id
+    first_decoder_row = prompt_tokens - window
+    if decoder_replay == "exact":
+        first_decoder_row -= (window - 1) * (config.num_layers - 2 - boundary)
+    if decoder_replay != "bounded":
+        first_decoder_row -= window - 1
+    stop = min(cached_tokens, first_decoder_row)
+    return stop - (window - 1) * boundary, stop
+
+
 class SequenceState:
     """All that one sequence needs to go on: windows, entries, index keys, half-filled pairs, last token ids.
 
@@ -94,9 +221,13 @@ class SequenceState:
         dtype: Compute dtype, float32 or bfloat16.
         decoder_replay: Rows the decoder runs during prefill (serving.md 1.2).
         selection_rule: `random` is the control of the recall evaluation.
+        make_store: Where the entries and index keys of each KV source go; growing buffers by default.
 
     Source: architecture.md 4.5; serving.md 1 and 2.1.
     """
+
+    # the positions that a snapshot carries: see `begin_prompt`, `resume_bounded` and `resume_exact`
+    _MARKS = ("_prompt_stop", "_decoder_start", "_window_floor", "_first_row", "_write_floor", "_exact_stop")
 
     def __init__(
         self,
@@ -108,6 +239,7 @@ class SequenceState:
         device: torch.device,
         decoder_replay: DecoderReplay,
         selection_rule: SelectionRule,
+        make_store: MakeStore | None = None,
     ) -> None:
         attention, indexer = config.attention, config.indexer
         self.config, self.rope, self.rounding = config, rope, rounding
@@ -117,6 +249,12 @@ class SequenceState:
         self._prompt_stop = 0
         self._decoder_start = 0
         self._window_floor = 0
+        # oldest row a resumed sequence ran again: what its windows held before is gone
+        self._first_row = 0
+        # rows before it leave no entries: theirs came from a cache
+        self._write_floor = 0
+        # position from which an exact rebuild needs whole encoder rows, 0 if there was none
+        self._exact_stop = 0
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
@@ -125,12 +263,25 @@ class SequenceState:
             window.reserve(self.num_slots)
         main_format = FP4_MAIN if rounding.main_kv else None
         key_format = FP4_INDEX if rounding.index else None
-        self.entries = {
-            s: RowStore(attention.head_dim, main_format, dtype, device) for s in attention.kv_source_layer_ids
-        }
-        self.keys = {s: RowStore(indexer.head_dim, key_format, dtype, device) for s in attention.kv_source_layer_ids}
+        if make_store is None:
+            formats = {"entries": (attention.head_dim, main_format), "keys": (indexer.head_dim, key_format)}
+            make_store = lambda what, source: RowStore(*formats[what], dtype, device)  # noqa: E731
+        sources = attention.kv_source_layer_ids
+        self.entries = {source: make_store("entries", source) for source in sources}
+        self.keys = {source: make_store("keys", source) for source in sources}
+        # per pairing source, (content, gate) of the last rows: the waiting half, and those a roll-back may need
         self.tails: dict[int, tuple[Tensor, Tensor]] = {}
-        self.recent_L = torch.full((config.engram.max_ngram_size - 1,), -1, dtype=torch.int64, device=device)
+        self.num_tail_rows = config.draft.block_size + 2
+        self.num_lookbacks = config.engram.max_ngram_size - 1
+        # newest last; more than the look-backs, so that a roll-back finds its own
+        self._history = torch.full(
+            (self.num_lookbacks + config.draft.block_size + 1,), -1, dtype=torch.int64, device=device
+        )
+
+    @property
+    def recent_L(self) -> Tensor:
+        """The token ids before the next row, -1 before the first token."""
+        return self._history[self._history.shape[0] - self.num_lookbacks :]
 
     def begin_prompt(self, prompt_tokens: int) -> None:
         """Fix where the decoder starts for a prompt that ends at `prompt_tokens`, counted from the sequence's start.
@@ -167,7 +318,7 @@ class SequenceState:
 
     def lookbacks(self, ids_T: Tensor) -> Tensor:
         """Raw ids of the next rows and their look-backs, newest first [T, L], -1 where dead."""
-        reach = self.recent_L.shape[0]
+        reach = self.num_lookbacks
         ids_1S = torch.cat([self.recent_L, ids_T]).unsqueeze(0)
         raw_1SL = lookback_ids(
             ids_1S,
@@ -180,13 +331,170 @@ class SequenceState:
     def advance(self, ids_T: Tensor) -> None:
         """The rows of `ids_T` are done."""
         self.num_tokens += ids_T.shape[0]
-        self.recent_L = torch.cat([self.recent_L, ids_T])[-self.recent_L.shape[0] :]
+        self._history = torch.cat([self._history, ids_T])[-self._history.shape[0] :]
+
+    def resume_bounded(self, ids_T: Tensor, cached_tokens: int) -> int:
+        """Grade G2: the first `cached_tokens` have entries; the last window of them is to run again.
+
+        The rows that run again see no window key before them and leave no entries. Call it on a fresh state
+        whose stores hold the entries; then `prefill` from the position returned. Approximate.
+
+        Args:
+            ids_T: The prompt's token ids, at least the cached ones.
+
+        Raises:
+            CapacityError: An odd number of tokens, no more than a window, or entries that do not fit it.
+
+        Source: serving.md 2.2.
+        """
+        window = self.config.attention.sliding_window
+        if cached_tokens <= window:
+            raise CapacityError(
+                f"{cached_tokens} cached tokens are no more than the window of {window}, "
+                "so all would run again; start cold"
+            )
+        self._adopt(ids_T, cached_tokens, cached_tokens - window)
+        self._first_row = self.num_tokens
+        return self.num_tokens
+
+    def resume_exact(self, ids_T: Tensor, cached_tokens: int, prompt_tokens: int) -> int:
+        """Grade G3: as `resume_bounded`, but so many rows run again that all that follows equals a cold prefill.
+
+        Each encoder layer needs one window less of complete rows than the layer below it.
+
+        Raises:
+            CapacityError: As `resume_bounded`, or nothing would be saved, or `decoder_replay` is `off`, whose
+                decoder windows reach back to the first token.
+
+        Source: serving.md 2.1.
+        """
+        start, stop = exact_span(self.config, self.decoder_replay, cached_tokens, prompt_tokens)
+        if self.decoder_replay == "off" or start <= 0:
+            raise CapacityError(
+                f"an exact rebuild of {cached_tokens} cached tokens for a prompt of {prompt_tokens} "
+                "starts at the first token: start cold"
+            )
+        self._adopt(ids_T, cached_tokens, start)
+        self._exact_stop = stop
+        return start
+
+    def _adopt(self, ids_T: Tensor, cached_tokens: int, start: int) -> None:
+        if cached_tokens % 2:
+            raise CapacityError(f"{cached_tokens} cached tokens end inside a pair, expected an even number")
+        self.check_entries(cached_tokens)
+        self.num_tokens, self._write_floor = start, cached_tokens
+        self._remember(ids_T[:start])
+
+    def _remember(self, ids_T: Tensor) -> None:
+        """The token ids so far, of which the last ones are kept."""
+        length = self._history.shape[0]
+        self._history = torch.cat([torch.full_like(self._history, -1), ids_T.to(self.device)])[-length:]
+
+    @property
+    def num_held(self) -> int:
+        """Tokens whose entries are there: more than `num_tokens` while cached ones run again."""
+        return max(self.num_tokens, self._write_floor)
+
+    def mark(self) -> Mark:
+        """What `reset` needs to undo a step that failed half way."""
+        return dict(self.tails), {
+            source: (store.count, self.keys[source].count) for source, store in self.entries.items()
+        }
+
+    def reset(self, mark: Mark) -> None:
+        """Undo what a failed step of no more than the rings' spare rows has written."""
+        self.tails = dict(mark[0])
+        for source, (num_entries, num_keys) in mark[1].items():
+            self.entries[source].truncate(num_entries)
+            self.keys[source].truncate(num_keys)
+
+    def check_entries(self, num_tokens: int) -> None:
+        """Raise CapacityError unless the stores hold exactly the entries of `num_tokens` tokens."""
+        ratios = self.config.attention.compress_ratios
+        for source, store in self.entries.items():
+            wanted = num_tokens // ratios[source]
+            if not store.count == self.keys[source].count == wanted:
+                raise CapacityError(
+                    f"layer {source} holds {store.count} entries and {self.keys[source].count} keys, "
+                    f"{num_tokens} tokens have {wanted}"
+                )
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all but the entries, on the CPU: grade G0."""
+        window = self.config.attention.sliding_window
+        slot_W = torch.arange(self.num_tokens - window, self.num_tokens, device=self.device) % self.num_slots
+        odd = self.num_tokens % 2 == 1
+        return Snapshot(
+            num_tokens=self.num_tokens,
+            decoder_replay=self.decoder_replay,
+            marks={name: getattr(self, name) for name in self._MARKS},
+            windows=[[plane.cpu() for plane in store.read(slot_W)] for store in self.windows],
+            tails={
+                layer: (content_RC[-1:].to("cpu", copy=True), gate_RC[-1:].to("cpu", copy=True))
+                for layer, (content_RC, gate_RC) in (self.tails if odd else {}).items()
+            },
+            recent_L=self.recent_L.to("cpu", copy=True),
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot; the stores hold the entries of its tokens already.
+
+        Bit for bit the uninterrupted sequence. A prompt that then adds a window or more restarts the decoder's
+        windows, so it equals a cold prefill (grade G1); a shorter one goes on from the snapshot's.
+
+        Raises:
+            CapacityError: The entries do not fit, or the snapshot is of another `decoder_replay`.
+        """
+        if snapshot.decoder_replay != self.decoder_replay:
+            raise CapacityError(
+                f"a snapshot of decoder_replay {snapshot.decoder_replay} cannot resume {self.decoder_replay}"
+            )
+        self.check_entries(snapshot.num_held)
+        self.num_tokens = snapshot.num_tokens
+        for name in self._MARKS:
+            setattr(self, name, snapshot.marks[name])
+        window = self.config.attention.sliding_window
+        slot_W = torch.arange(self.num_tokens - window, self.num_tokens, device=self.device) % self.num_slots
+        for store, planes in zip(self.windows, snapshot.windows, strict=True):
+            store.overwrite(slot_W, planes)
+        self.tails = {
+            layer: (content_1C.to(self.device), gate_1C.to(self.device))
+            for layer, (content_1C, gate_1C) in snapshot.tails.items()
+        }
+        self._remember(snapshot.recent_L)
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Forget the newest tokens, as if they had never run: rejected drafts.
+
+        Raises:
+            CapacityError: More tokens than the rings and tails remember, or none that were run here.
+        """
+        dropped = self.num_tokens - num_tokens
+        oldest = max(self._prompt_stop, self._write_floor)
+        if not 0 <= dropped < self.num_tail_rows or num_tokens < oldest:
+            raise CapacityError(
+                f"cannot roll back from token {self.num_tokens} to {num_tokens}: "
+                f"at most {self.num_tail_rows - 1} tokens, and not before {oldest}"
+            )
+        if dropped == 0:
+            return
+        self.num_tokens = num_tokens
+        for source, store in self.entries.items():
+            count = num_tokens // self.config.attention.compress_ratios[source]
+            store.truncate(count)
+            self.keys[source].truncate(count)
+        self.tails = {layer: (content[:-dropped], gate[:-dropped]) for layer, (content, gate) in self.tails.items()}
+        self._history = torch.cat([torch.full_like(self._history[:dropped], -1), self._history[:-dropped]])
 
     def first_position(self, layer: int) -> int:
         """First position of the running prompt that `layer` runs completely."""
         config = self.config
         boundary = config.boundary_layer_id
-        if layer < boundary or self.decoder_replay == "off":
+        if layer < boundary:
+            if not self._exact_stop:
+                return 0
+            return max(self._exact_stop - (config.attention.sliding_window - 1) * (boundary - layer), 0)
+        if self.decoder_replay == "off":
             return 0
         if self.decoder_replay != "exact":
             return self._decoder_start
@@ -197,9 +505,16 @@ class SequenceState:
 
     def window_floor(self, layer: int) -> int:
         """Oldest position whose window row `layer` has written."""
-        if layer < self.config.boundary_layer_id or self.keeps_true_window(layer):
-            return 0
-        return self.first_position(layer) if self.decoder_replay == "exact" else self._window_floor
+        if layer < self.config.boundary_layer_id:
+            return max(self.first_position(layer), self._first_row)
+        if self.keeps_true_window(layer):
+            return self._first_row
+        floor = self.first_position(layer) if self.decoder_replay == "exact" else self._window_floor
+        return max(floor, self._first_row)
+
+    def first_entry_row(self, start: int) -> int:
+        """First position at or after `start` whose entries are not there yet."""
+        return max(start, self._write_floor)
 
     def keeps_true_window(self, layer: int) -> bool:
         """True where every row's window key is written, though only some rows run the layer."""
@@ -267,14 +582,19 @@ class SequenceStep:
         store.put(self._positions_T[-num_slots:] % num_slots, kv_TC[-num_slots:])
 
     def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        start = self.start
-        if layer in self.state.tails:
-            content_1C, gate_1C = self.state.tails.pop(layer)
-            content_TC, gate_TC = torch.cat([content_1C, content_TC]), torch.cat([gate_1C, gate_TC])
-            start -= 1
-        whole = content_TC.shape[0] // 2 * 2
-        if whole < content_TC.shape[0]:
-            self.state.tails[layer] = content_TC[whole:].clone(), gate_TC[whole:].clone()
+        state, start = self.state, self.start
+        if layer in state.tails:
+            content_RC, gate_RC = state.tails[layer]
+            content_RC, gate_RC = torch.cat([content_RC, content_TC]), torch.cat([gate_RC, gate_TC])
+        else:
+            content_RC, gate_RC = content_TC, gate_TC
+        keep = state.num_tail_rows
+        state.tails[layer] = content_RC[-keep:].clone(), gate_RC[-keep:].clone()
+        waiting = start % 2
+        start -= waiting
+        num_rows = content_TC.shape[0] + waiting
+        content_TC, gate_TC = content_RC[-num_rows:], gate_RC[-num_rows:]
+        whole = num_rows // 2 * 2
         first_E = torch.arange(start, start + whole, 2, device=content_TC.device)
         return content_TC[:whole].unflatten(0, (-1, 2)), gate_TC[:whole].unflatten(0, (-1, 2)), first_E
 
@@ -299,12 +619,17 @@ class SequenceStep:
         )
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
+        return attention_ops.attention(query_THC, *self.attended(layer, kv_source, shared), sink_H)
+
+    def attended(
+        self, layer: int, kv_source: int | None, shared: SharedKV
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the rows attend to: window keys [T, W, C], which are visible, entries chosen, which are there."""
         num_window = self.state.config.attention.sliding_window
-        window_TWC = sliding(self._window_RC, num_window)
-        column_W = torch.arange(1 - num_window, 1, device=query_THC.device)
+        column_W = torch.arange(1 - num_window, 1, device=self.state.device)
         visible_TW = self._positions_T.unsqueeze(-1) + column_W >= self.state.window_floor(layer)
-        entry_TKC = present_TK = None
-        if kv_source is not None and shared.selection is not None:
-            present_TK = shared.selection >= 0
-            entry_TKC = self.state.entries[kv_source].gather(shared.selection)
-        return attention_ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
+        window_TWC = sliding(self._window_RC, num_window)
+        if kv_source is None or shared.selection is None:
+            return window_TWC, visible_TW, None, None
+        entry_TKC = self.state.entries[kv_source].gather(shared.selection)
+        return window_TWC, visible_TW, entry_TKC, shared.selection >= 0

@@ -18,12 +18,13 @@ from cedar.config.rounding import Rounding
 from cedar.errors import ShapeError
 from cedar.kernels.dense import linear
 from cedar.kernels.mhc import collapse
+from cedar.model.batch import BatchStep
 from cedar.model.block import Block
 from cedar.model.engram import TokenMap, lookback_ids
 from cedar.model.layers import RMSNorm, rounded_weight
 from cedar.model.packs import PackState
 from cedar.model.rope import Rope
-from cedar.model.sequence import SequenceState, SequenceStep
+from cedar.model.sequence import MakeStore, SequenceState, SequenceStep
 from cedar.model.state import DecoderReplay, IndexGroup, RouterStats, SelectionRule, SharedKV
 
 
@@ -174,8 +175,9 @@ class Transformer(nn.Module):
         decoder_replay: DecoderReplay = "bounded",
         rounding: Rounding | None = None,
         selection: SelectionRule = "learned",
+        make_store: MakeStore | None = None,
     ) -> SequenceState:
-        """An empty sequence for `prefill` and `decode`."""
+        """An empty sequence for `prefill` and `decode`; `make_store` says where its entries go."""
         return SequenceState(
             self.config,
             self.rope,
@@ -184,6 +186,7 @@ class Transformer(nn.Module):
             device=self.device,
             decoder_replay=decoder_replay,
             selection_rule=selection,
+            make_store=make_store,
         )
 
     @torch.inference_mode()
@@ -234,6 +237,46 @@ class Transformer(nn.Module):
         state.check_room(ids_T.shape[0])
         return self._run(state, ids_T, None, False)
 
+    @torch.inference_mode()
+    def decode_many(self, states: Sequence[SequenceState], ids: Sequence[Tensor]) -> list[Tensor]:
+        """One step of several sequences: for each of its next tokens' ids, float32 [T, V].
+
+        In deterministic mode each gets, bit for bit, what `decode` gives it alone.
+
+        Raises:
+            ShapeError: No sequences, a sequence without ids, or states of different roundings.
+            CapacityError: The model's limit is reached by one of them; none has run.
+        """
+        if not states or any(part.dim() != 1 or part.shape[0] == 0 for part in ids):
+            raise ShapeError(f"decode_many: {len(states)} sequences, expected one or more with at least one id each")
+        if any(state.rounding != states[0].rounding for state in states):
+            raise ShapeError("decode_many: the states differ in rounding; run them one by one")
+        for state, part in zip(states, ids, strict=True):
+            state.check_room(part.shape[0])
+        sizes = [part.shape[0] for part in ids]
+        step = BatchStep(
+            [
+                SequenceStep(state, state.num_tokens, state.num_tokens + size)
+                for state, size in zip(states, sizes, strict=True)
+            ]
+        )
+        ids_T = torch.cat(list(ids))
+        raw_TL = torch.cat([state.lookbacks(part) for state, part in zip(states, ids, strict=True)])
+        streams_TND, premix_TN = self._embed(ids_T, None, self.dtype)
+        compressed_TL, image_T = self._prepare(ids_T, raw_TL)
+        shared = SharedKV()
+        for block in self.layers:
+            if block.plan.engram:
+                streams_TND = block.engram(streams_TND, compressed_TL, raw_TL[:, 0] < 0, step.rounding)
+            mixes, u_TD = block.enter(streams_TND, premix_TN)
+            block.attn.write_entries(u_TD, step)
+            block.attn.write_window(u_TD, step)
+            streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
+            streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
+        for state, part in zip(states, ids, strict=True):
+            state.advance(part)
+        return list(self._head(streams_TND, premix_TN, step.rounding).split(sizes))
+
     def _run(self, state: SequenceState, ids_T: Tensor, image_rows_TD: Tensor | None, last_only: bool) -> Tensor:
         start, stop = state.num_tokens, state.num_tokens + ids_T.shape[0]
         step = SequenceStep(state, start, stop)
@@ -247,12 +290,15 @@ class Transformer(nn.Module):
                 dead_T = raw_TL[:, 0] < 0
                 streams_TND = block.engram(streams_TND, compressed_TL, dead_T, state.rounding)
             mixes, u_TD = block.enter(streams_TND, premix_TN)
-            block.attn.write_entries(u_TD, step)
+            writes = state.first_entry_row(step.start) - step.start
+            if writes < u_TD.shape[0]:
+                block.attn.write_entries(u_TD[writes:], step.narrowed(step.start + writes) if writes else step)
             if state.keeps_true_window(layer):
                 block.attn.write_window(u_TD, step)
             first = state.first_position(layer)
             if first > step.start:
-                # rows before the last window leave here: their entries are written, nobody reads more of them
+                # rows before the last window leave here: their entries are written, nobody reads more of them.
+                # So do, layer by layer, the oldest rows of an exact rebuild
                 cut = min(first, stop) - step.start
                 streams_TND, u_TD, mixes = streams_TND[cut:], u_TD[cut:], mixes.rows(cut)
                 raw_TL, compressed_TL = raw_TL[cut:], compressed_TL[cut:]

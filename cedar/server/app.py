@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cedar.errors import RequestError
-from cedar.server import inspecting
+from cedar.server import caching, inspecting
 from cedar.server.auth import OPEN_ROUTES, Key, RateError, find_key
 from cedar.server.chat import chat_completions
 from cedar.server.completions import completions
@@ -48,6 +48,8 @@ _POSTS: dict[str, Any] = {
     "/detokenize": inspecting.detokenize,
     "/apply_template": inspecting.apply_template,
     "/v1/requests/{name}/cancel": inspecting.cancel,
+    "/v1/cache/purge": caching.cache_purge,
+    "/v1/cache/explain": caching.cache_explain,
 }
 _GETS: dict[str, Any] = {
     "/v1/models": inspecting.list_models,
@@ -57,6 +59,7 @@ _GETS: dict[str, Any] = {
     "/ready": inspecting.ready,
     "/version": inspecting.show_version,
     "/metrics": inspecting.metrics,
+    "/v1/cache/stats": caching.cache_stats,
     "/openapi.json": inspecting.openapi,
     "/": inspecting.page,
 }

@@ -65,8 +65,7 @@ async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, pa
         n=chat.n or 1,
         new_reader=lambda: AnswerReader(files.tokenizer, ChatParser(thinking=in_reasoning(prompt), stop=chat.stops)),
         new_constraint=constraint_maker(service, chat, prompt),
-        decoder_replay=chat.decoder_replay,
-        timeout_s=chat.timeout_s,
+        fields=chat,
     )
     return await submit(service, request, ask)
 

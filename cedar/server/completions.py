@@ -71,7 +71,7 @@ async def completions(request: HttpRequest) -> Any:
         sampling=sampling,
         n=n,
         new_reader=lambda: TextReader(service.files.tokenizer, asked.stops),
-        decoder_replay=asked.decoder_replay,
+        fields=asked,
     )
     answers = await submit(service, request, ask)
     echoes = [

@@ -30,7 +30,8 @@ class ServerMetrics:
             "prefill_tokens", "Prompt rows that ran, by half of the model", ("kind",), registry=registry
         )
         self._generated = Counter("completion_tokens", "Tokens generated", registry=registry)
-        self._cached = Counter("cached_tokens", "Prompt tokens that a cache held", registry=registry)
+        self._cached = Counter("cached_tokens", "Prompt tokens that a cache held", ("tier",), registry=registry)
+        self._resume = Counter("resume", "Answers by how their prompt started", ("grade",), registry=registry)
         self._parse_fail = Counter("tool_parse_fail", "Calls that could not be read", registry=registry)
         self._cancel = Counter("cancel", "Requests let go, by what they were in", ("phase",), registry=registry)
         self._requests = Counter("http_requests", "HTTP answers", ("route", "status"), registry=registry)
@@ -52,7 +53,9 @@ class ServerMetrics:
             self._prefill.labels("encoder").inc(end.prompt_tokens - end.cached_tokens)
             self._prefill.labels("decoder_tail").inc(min(window, end.prompt_tokens))
         self._generated.inc(end.completion_tokens)
-        self._cached.inc(end.cached_tokens)
+        self._resume.labels(end.resume).inc()
+        if end.cached_tokens:
+            self._cached.labels(end.cache_tier).inc(end.cached_tokens)
 
     def parse_failed(self) -> None:
         """A call's arguments were no JSON object."""

@@ -20,7 +20,7 @@ from cedar.chat.encode import Conversation, Message, Special, Tool, parse_messag
 from cedar.chat.grammar import check_schema
 from cedar.chat.tokenizer import IMAGE
 from cedar.config.serve import GenerationDefaults
-from cedar.engine.request import DecoderReplay, Finished
+from cedar.engine.request import DecoderReplay, Finished, Replay
 from cedar.errors import RequestError
 
 MAX_STOPS = 16
@@ -63,6 +63,9 @@ class Fields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOPS)] | None = None
     decoder_replay: DecoderReplay | None = None
+    replay: Replay | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
     @property
@@ -362,6 +365,8 @@ def timings(end: Finished) -> dict[str, Any]:
         "prefill_s": round(end.prefill_s, 4),
         "decode_s": round(end.decode_s, 4),
         "cache_bytes": end.cache_bytes,
+        "cache_tier": end.cache_tier,
+        "resume": end.resume,
     }
 
 

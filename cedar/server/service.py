@@ -17,11 +17,12 @@ from starlette.responses import Response
 from cedar.chat.grammar import Grammars
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles
-from cedar.engine.request import Constraint, DecoderReplay, Finished, Handle, Request, SamplingParams, check_room
+from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
 from cedar.errors import RequestError
 from cedar.planner.kv import global_bytes_per_token
 from cedar.server.auth import Key, key_of, load_keys
 from cedar.server.metrics import ServerMetrics
+from cedar.server.schema import Fields
 from cedar.server.stream import EventStream, Mailbox, Reader, Step, read_answers, unless_gone
 from cedar.version import version
 
@@ -123,6 +124,7 @@ class Ask:
 
     Attributes:
         prompts: Each gets `n` answers, numbered prompt by prompt.
+        fields: How the cache may be used, and for whom.
         new_constraint: Makes the constraint of one answer.
     """
 
@@ -130,9 +132,8 @@ class Ask:
     sampling: SamplingParams
     n: int
     new_reader: Callable[[], Reader]
+    fields: Fields
     new_constraint: Callable[[], Constraint | None] = lambda: None
-    decoder_replay: DecoderReplay | None = None
-    timeout_s: float | None = None
 
 
 class Writer(Protocol):
@@ -233,7 +234,10 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 sampling=replace(ask.sampling, seed=derived_seed(ask.sampling.seed, index % ask.n)),
                 constraint=constraints[index],
                 id=request_id if count == 1 else f"{request_id}-{index}",
-                decoder_replay=ask.decoder_replay or "bounded",
+                decoder_replay=ask.fields.decoder_replay or "bounded",
+                replay=ask.fields.replay or "bounded",
+                salt=cache_salt(answers.key, ask.fields.cache_salt),
+                priority=ask.fields.priority or 0,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))
     except RequestError:
@@ -241,6 +245,15 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
         raise
     service.open[request_id] = answers
     return answers
+
+
+def cache_salt(key: Key | None, salt: str | None) -> bytes:
+    """Prefixes are shared among the requests of one key alone: a hit would tell of another's prompt.
+
+    >>> cache_salt(None, None)
+    b''
+    """
+    return f"{key.name}\0{salt or ''}".encode() if key is not None else (salt or "").encode()
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
@@ -298,7 +311,7 @@ async def _stream(answers: Answers, writer: Writer, timeout_s: float | None) -> 
 
 def _cost_headers(end: Finished) -> dict[str, str]:
     return {
-        "x-cache-hit": f"{end.cached_tokens}/{end.prompt_tokens}",
+        "x-cache-hit": f"{end.cached_tokens}/{end.prompt_tokens};tier={end.cache_tier};resume={end.resume}",
         "x-queue-ms": f"{end.queue_s * 1000:.0f}",
         "x-prefill-ms": f"{end.prefill_s * 1000:.0f}",
     }

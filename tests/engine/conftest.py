@@ -21,6 +21,12 @@ class FakeState:
     def cache_bytes(self) -> int:
         return 10 * len(self.ids)
 
+    def mark(self) -> int:
+        return len(self.ids)
+
+    def reset(self, mark: int) -> None:
+        del self.ids[mark:]
+
 
 class FakeModel:
     """After token t comes t + 1; `gate` holds every step until it is set."""
@@ -33,7 +39,7 @@ class FakeModel:
         self.step_s = 0.0
         self.fail_at: int | None = None
         self.chunks: list[int] = []
-        self.live = 0
+        self.batches: list[int] = []
 
     def new_state(self, *, decoder_replay: str = "bounded") -> FakeState:
         return FakeState()
@@ -46,6 +52,10 @@ class FakeModel:
 
     def decode(self, state: FakeState, ids_T: Tensor) -> Tensor:
         return self._run(state, ids_T)
+
+    def decode_many(self, states: list[FakeState], ids: list[Tensor]) -> list[Tensor]:
+        self.batches.append(len(states))
+        return [self._run(state, part) for state, part in zip(states, ids, strict=True)]
 
     def _run(self, state: FakeState, ids_T: Tensor) -> Tensor:
         assert self.gate.wait(10)

@@ -64,7 +64,7 @@ def test_prompts_run_in_chunks_with_progress(
 
 def test_requests_run_in_their_order(start: Start, model: FakeModel) -> None:
     model.gate.clear()
-    engine, order = start(), []
+    engine, order = start(max_running=1), []
     handles = [engine.submit(request(i), on_event=lambda e, i=i: order.append((i, e))) for i in range(4)]
     assert engine.metrics.snapshot()["submitted"] == 4 and len(handles) == 4
     model.gate.set()

@@ -214,8 +214,8 @@ def test_pending_half_of_a_pair() -> None:
     with torch.inference_mode():
         model.layers[2].attn.write_entries(data["u"].float(), SequenceStep(state, 0, 33))
     content, gate = state.tails[2]
-    torch.testing.assert_close(content[0], data["layers.2.pending_wkv"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gate[0], data["layers.2.pending_wgate"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(content[-1], data["layers.2.pending_wkv"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gate[-1], data["layers.2.pending_wgate"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["f32_noquant", "f32", "bf16"])

@@ -126,3 +126,17 @@ def test_stop_and_an_error_on_a_dark_phone(acted: Acted, browser: Any) -> None:
     page.click("#send")
     page.wait_for_selector(".error")
     assert "internal error" in page.inner_text(".error") and page.input_value("#input") == "And now?"
+
+
+def test_the_panel_draws_the_cache(server: Any, browser: Any) -> None:
+    page, errors = opened(browser, server)
+    page.locator("#panel summary").click()
+    page.wait_for_selector("#pages:has-text('in memory')")
+    text = "The fox of the page test lives near the river. " * 9
+    for _ in range(2):
+        page.keyboard.press("Alt+n")
+        ask(page, text)
+    assert "(memory, resumed as g" in page.inner_text("#prompt")
+    page.wait_for_timeout(1200)
+    shot(page, "panel")
+    assert not errors

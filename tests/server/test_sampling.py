@@ -166,7 +166,7 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
     # ten rows of the encoder, ten of the decoder's tail: the window is longer
     assert [read(name) - was for name, was in zip(names, before, strict=True)] == [1, 3, 20, 1]
-    assert read("cached_tokens_total") == 0
+    assert read("resume_total") >= 1
 
 
 def test_the_description_lists_every_route_of_answers(server: Running) -> None:

@@ -1,0 +1,151 @@
+"""Pages of 128 tokens on one device: taken, shared by count, copied before a write, given back.
+
+P pages, B bytes of a page, N rows of a field, X bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cedar.cache.layout import Field, PageLayout
+from cedar.config.model import PAGE_TOKENS
+from cedar.errors import CapacityError
+
+
+class PagePool:
+    """A fixed number of pages.
+
+    Args:
+        num_pages: On a CPU a page costs memory once it was used.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device | str = "cpu") -> None:
+        if num_pages < 1:
+            raise CapacityError(f"a pool of {num_pages} pages holds nothing, expected at least 1")
+        self.layout, self.num_pages, self.device = layout, num_pages, torch.device(device)
+        self.bytes_PB = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
+        self._refs = [0] * num_pages
+        # the page given back last is taken first: its memory is there already
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._refs[page]
+
+    def take(self) -> int:
+        """A page of zeros with one holder.
+
+        Raises:
+            CapacityError: None is free; evict prefixes or preempt a sequence first.
+        """
+        if not self._free:
+            raise CapacityError(f"all {self.num_pages} pages are in use")
+        page = self._free.pop()
+        self._refs[page] = 1
+        # what another conversation left here must not reach a disk record
+        self.bytes_PB[page].zero_()
+        return page
+
+    def share(self, page: int) -> int:
+        """One more holder of a page that has one."""
+        assert self._refs[page] > 0, f"page {page} is free"
+        self._refs[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        assert self._refs[page] > 0, f"page {page} is free already"
+        self._refs[page] -= 1
+        if self._refs[page] == 0:
+            self._free.append(page)
+
+    def copy(self, page: int) -> int:
+        """A page of its own with the same bytes.
+
+        Raises:
+            CapacityError: As `take`.
+        """
+        new = self.take()
+        self.bytes_PB[new] = self.bytes_PB[page]
+        return new
+
+    def field(self, field: Field) -> Tensor:
+        """[P, N, X]: one field of every page, a view."""
+        stop = field.offset + field.num_rows * field.row_bytes
+        return self.bytes_PB[:, field.offset : stop].unflatten(1, (field.num_rows, field.row_bytes))
+
+    def read(self, page: int) -> bytes:
+        return self.bytes_PB[page].cpu().numpy().tobytes()
+
+    def write(self, page: int, payload: bytes) -> None:
+        """Fill a page with what `read` gave; nobody else may hold it."""
+        assert self._refs[page] == 1, f"page {page} has {self._refs[page]} holders"
+        self.bytes_PB[page] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+
+    def check(self) -> None:
+        """Every page is either free or held."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert all((page in free) == (count == 0) for page, count in enumerate(self._refs)), "a page is lost"
+
+
+class PageTable:
+    """The pages of one sequence, in order; it holds each of them until it is closed."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.pages: list[int] = []
+        self._page_P: Tensor | None = None
+
+    def adopt(self, page: int) -> None:
+        """Append a page that others hold too."""
+        self.pages.append(self.pool.share(page))
+        self._page_P = None
+
+    def missing(self, num_tokens: int, write_from: int) -> int:
+        """Pages that `reserve` would take."""
+        wanted = -(-num_tokens // PAGE_TOKENS)
+        shared = sum(self.pool.references(page) > 1 for page in self.pages[write_from // PAGE_TOKENS : wanted])
+        return max(wanted - len(self.pages), 0) + shared
+
+    def reserve(self, num_tokens: int, write_from: int) -> None:
+        """Make the tokens [write_from, num_tokens) writable: new pages at the end, copies of shared ones.
+
+        Raises:
+            CapacityError: The pool has too few free pages; nothing was taken.
+        """
+        missing = self.missing(num_tokens, write_from)
+        if missing > self.pool.num_free:
+            raise CapacityError(f"{missing} pages are needed, {self.pool.num_free} of {self.pool.num_pages} are free")
+        if missing == 0:
+            return
+        self._page_P = None
+        for index in range(write_from // PAGE_TOKENS, len(self.pages)):
+            page = self.pages[index]
+            if index * PAGE_TOKENS < num_tokens and self.pool.references(page) > 1:
+                self.pages[index] = self.pool.copy(page)
+                self.pool.release(page)
+        while len(self.pages) * PAGE_TOKENS < num_tokens:
+            self.pages.append(self.pool.take())
+
+    def page_P(self) -> Tensor:
+        """The pages' numbers on the pool's device."""
+        if self._page_P is None:
+            self._page_P = torch.tensor(self.pages, dtype=torch.int64, device=self.pool.device)
+        return self._page_P
+
+    def fork(self) -> PageTable:
+        """The same pages once more; whoever writes first copies."""
+        table = PageTable(self.pool)
+        for page in self.pages:
+            table.adopt(page)
+        return table
+
+    def close(self) -> None:
+        for page in self.pages:
+            self.pool.release(page)
+        self.pages, self._page_P = [], None

@@ -1,0 +1,57 @@
+"""Routes that look into the cache: its sizes, what of a prompt it holds, and forgetting."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cedar.chat.encode import encode
+from cedar.server.auth import check_admin, key_of
+from cedar.server.schema import conversation, convert, parse_chat_request, parse_object
+from cedar.server.service import Service, cache_salt, json_response, read_body
+
+
+class PurgeRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/cache/purge`: everything, or what one salt of the asking key has."""
+
+    cache_salt: str | None = None
+    model: str | None = None
+
+
+async def cache_stats(request: HttpRequest) -> Response:
+    """Pages, snapshots and bytes of each tier, and what they were good for."""
+    check_admin(request)
+    return json_response(await _ask(request, lambda cache: cache.describe()))
+
+
+async def cache_purge(request: HttpRequest) -> Response:
+    """Forget prefixes in memory; pages of running answers live on with them, files stay (`cedar cache purge`)."""
+    check_admin(request)
+    asked, _ = convert(parse_object(await read_body(request)), PurgeRequest)
+    salt = None if asked.cache_salt is None else cache_salt(key_of(request), asked.cache_salt)
+    return json_response({"pages": await _ask(request, lambda cache: cache.purge(salt))})
+
+
+async def cache_explain(request: HttpRequest) -> Response:
+    """What the cache holds of a chat request's prompt, and how both go on where they part."""
+    service: Service = request.app.state.service
+    chat, _ = parse_chat_request(await read_body(request), strict=service.config.strict)
+    service.check_model(chat.model)
+    prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
+    ids = await asyncio.to_thread(encode, prompt, service.files.tokenizer)
+    salt = cache_salt(key_of(request), chat.cache_salt)
+    held, own, other = await _ask(request, lambda cache: cache.explain(ids, salt))
+    decode = service.files.tokenizer.decode
+    # around the place where they part: 16 tokens before it and after
+    body = {"prompt_tokens": len(ids), "held_tokens": held, "prompt": decode(own), "nearest": decode(other)}
+    return json_response({**body, "note": "the whole prompt is held" if held >= len(ids) - 1 else None})
+
+
+async def _ask(request: HttpRequest, question: Any) -> Any:
+    service: Service = request.app.state.service
+    await service.wait()
+    return await asyncio.wrap_future(service.engine.ask_cache(question))

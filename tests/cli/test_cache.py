@@ -1,0 +1,56 @@
+"""`cedar cache`, on a tier that an engine has filled (about 10 s)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cedar.cli.commands import app
+from cedar.config.serve import ServeConfig
+from cedar.llm import LLM
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def tier(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cache")
+    for _ in range(2):
+        with LLM(model_dir, serve=ServeConfig(cache_dir=directory)) as llm:
+            llm.generate("Once upon a time there was a small red fox. " * 12, max_tokens=4)
+            assert llm.last is not None
+    # the second engine found what the first one had left
+    assert llm.last.cached_tokens > 128 and llm.last.cache_tier == "disk"
+    return directory
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_ls_stats_verify_purge(tier: Path, model_dir: Path) -> None:
+    options = [str(tier), "--model", str(model_dir)]
+    lines = run("cache", "ls", *options, "--text").splitlines()
+    assert len(lines) >= 2 and "128 tokens  lineage 0" in "".join(lines) and "Once" in "".join(lines)
+    assert f"pages           {len(lines)}" in run("cache", "stats", *options)
+    assert run("cache", "verify", *options) == f"{len(lines)} whole, 0 broken and forgotten\n"
+    segment = max(tier.glob("*/w-*/*.seg"), key=lambda file: file.stat().st_size)
+    content = bytearray(segment.read_bytes())
+    content[900] ^= 1
+    segment.write_bytes(content)
+    assert "1 broken" in run("cache", "verify", *options, status=1)
+    assert f"{len(lines) - 1} pages forgotten" in run("cache", "purge", *options)
+    assert run("cache", "ls", *options) == "" and not list(tier.glob("*/w-*/*.seg"))
+
+
+def test_explain(tmp_path: Path, model_dir: Path) -> None:
+    for name, word in (("one", "fox"), ("two", "key")):
+        messages = [{"role": "user", "content": f"There was a small red {word}"}]
+        (tmp_path / name).write_text(json.dumps({"messages": messages}))
+    told = run("cache", "explain", str(tmp_path / "one"), str(tmp_path / "two"), "--model", str(model_dir))
+    assert "is the first that differs" in told and "fox" in told and "small red" in told

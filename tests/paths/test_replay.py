@@ -1,0 +1,287 @@
+"""Resuming a sequence: golden encoder replay, and the four grades against cold and uninterrupted runs (about 60 s)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cedar.config.model import ModelConfig
+from cedar.config.presets import nano
+from cedar.errors import CapacityError
+from cedar.kernels.dispatch import deterministic
+from cedar.model.sequence import SequenceState, exact_span
+from cedar.model.state import DecoderReplay
+from cedar.model.transformer import Transformer
+from tests import golden
+from tests.paths.random_models import configs, random_model
+
+REPLAYS: list[DecoderReplay] = ["bounded", "exact20", "exact"]
+
+
+def with_entries(
+    model: Transformer, donor: SequenceState, cached: int, replay: DecoderReplay = "bounded"
+) -> SequenceState:
+    """A fresh state that holds the donor's entries of the first `cached` tokens, and nothing else."""
+    ratios = model.config.attention.compress_ratios
+    held = {"entries": donor.entries, "keys": donor.keys}
+    return model.new_state(
+        decoder_replay=replay, make_store=lambda what, source: held[what][source].prefix(cached // ratios[source])
+    )
+
+
+def run(model: Transformer, state: SequenceState, ids: Tensor, prompt: int, chunk: int = 1000) -> Tensor:
+    """The rest of the prompt in chunks, then the rest of `ids` token by token: the logits of the prompt's end on."""
+    logits = torch.empty(0)
+    while state.num_tokens < prompt:
+        part = ids[state.num_tokens : min(state.num_tokens + chunk, prompt)]
+        logits = model.prefill(state, part, prompt_tokens=prompt)[-1:]
+    rows = [logits, *(model.decode(state, ids[i : i + 1]) for i in range(prompt, len(ids)))]
+    return torch.cat(rows)
+
+
+def visible(state: SequenceState) -> list[Tensor]:
+    """Every byte that a later row can read: entries, keys, the last window, the waiting half, recent ids."""
+    ratios = state.config.attention.compress_ratios
+    rows = [
+        part
+        for what in (state.entries, state.keys)
+        for source, store in what.items()
+        for part in store.read(torch.arange(state.num_tokens // ratios[source]))
+    ]
+    reach = state.config.attention.sliding_window - 1
+    for layer, store in enumerate(state.windows):
+        floor = max(state.num_tokens - reach, state.window_floor(layer), 0)
+        rows += store.read(torch.arange(floor, state.num_tokens) % state.num_slots)
+    if state.num_tokens % 2:
+        rows += [half[-1:] for pair in state.tails.values() for half in pair]
+    return [*rows, state.recent_L]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def random_ids(config: ModelConfig, length: int, seed: int) -> Tensor:
+    return torch.randint(0, config.vocab_size - 8, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def small() -> Transformer:
+    """Nano, whose window is short; every gain and bias is random."""
+    return random_model(nano(), 5)
+
+
+@pytest.mark.parametrize("chunk", [1000, 5, 1])
+@pytest.mark.parametrize("letter", ["a", "b"])
+@pytest.mark.parametrize(("cached", "length"), [(24, 33), (32, 32), (40, 61)])
+def test_golden_encoder_replay(letter: str, cached: int, length: int, chunk: int) -> None:
+    data = golden.load("replay")
+    for mode in ("f32_noquant", "f32_kv", "bf16"):
+        model = golden.model(letter, mode)
+        ids = data[f"{letter}.replay.h{cached}.n{length}.ids"]
+        donor = model.new_state()
+        model.prefill(donor, ids)
+        for infix, replay in (("", "bounded"), ("wide.", "off")):
+            key = f"{letter}.replay.h{cached}.n{length}.{infix}{mode}"
+            if key not in data:
+                continue
+            state = with_entries(model, donor, cached, replay)
+            start = state.resume_bounded(ids, cached)
+            assert start == cached - model.config.attention.sliding_window
+            got = torch.cat([model.prefill(state, part, prompt_tokens=length) for part in ids[start:].split(chunk)])
+            assert got.shape == data[key].shape
+            if mode == "f32_noquant":
+                assert (got - data[key]).abs().max() <= 1e-4
+            else:
+                assert golden.rms(got, data[key]) <= max(0.3, float(data[f"{key}.rms_tol"]))
+
+
+@settings(max_examples=12, deadline=None)
+@given(config=configs(), seed=st.integers(0, 2**16), replay=st.sampled_from([*REPLAYS, "off"]), data=st.data())
+def test_snapshot_goes_on_bit_for_bit(
+    config: ModelConfig, seed: int, replay: DecoderReplay, data: st.DataObject
+) -> None:
+    """X3, at any point: inside the prompt, at its end, while decoding, at both parities."""
+    model = random_model(config, seed)
+    length, prompt = 60, data.draw(st.integers(1, 56), label="prompt")
+    stop = data.draw(st.integers(1, 58), label="stop")
+    ids = random_ids(config, length, seed)
+    with deterministic():
+        through = model.new_state(decoder_replay=replay)
+        if stop <= prompt:
+            model.prefill(through, ids[:stop], prompt_tokens=prompt)
+        else:
+            run(model, through, ids[:stop], prompt)
+        snapshot, resumed = through.snapshot(), with_entries(model, through, stop, replay)
+        want = run(model, through, ids, max(prompt, stop))
+        resumed.restore(snapshot)
+        assert torch.equal(run(model, resumed, ids, max(prompt, stop)), want)
+    assert same(visible(resumed), visible(through))
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_window_and_more_after_a_snapshot_equals_cold(small: Transformer, replay: DecoderReplay) -> None:
+    """X13, W read for 128: N - P in {W, W + 1, 2 W, 3 W + 5}; one less may differ and is the other reference."""
+    window = small.config.attention.sliding_window
+    draw = random.Random(1)
+    with deterministic():
+        for extra in (window, window + 1, 2 * window, 3 * window + 5):
+            for base in (2, window + 2, 2 * draw.randrange(1, 60)):
+                ids = random_ids(small.config, base + extra + 4, base)
+                first = small.new_state(decoder_replay=replay)
+                small.prefill(first, ids[:base])
+                resumed = with_entries(small, first, base, replay)
+                resumed.restore(first.snapshot())
+                cold = small.new_state(decoder_replay=replay)
+                prompt = base + extra
+                assert torch.equal(run(small, resumed, ids, prompt), run(small, cold, ids, prompt)), (base, extra)
+                assert same(visible(resumed), visible(cold))
+
+
+def exact_hits(model: Transformer, replay: DecoderReplay, prompt: int, hits: list[int]) -> None:
+    ids = random_ids(model.config, prompt + 4, prompt)
+    with deterministic():
+        cold = model.new_state(decoder_replay=replay)
+        want = run(model, cold, ids, prompt)
+        for cached in hits:
+            state = with_entries(model, cold, cached, replay)
+            start, _ = exact_span(model.config, replay, cached, prompt)
+            if start <= 0:
+                with pytest.raises(CapacityError, match="start cold"):
+                    state.resume_exact(ids, cached, prompt)
+                continue
+            assert state.resume_exact(ids, cached, prompt) == start
+            assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
+            assert same(visible(state), visible(cold))
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_exact_rebuild_equals_cold(small: Transformer, replay: DecoderReplay) -> None:
+    """X4, sampled: hits from the shortest on, at the prompt's end, around pages."""
+    draw = random.Random(2)
+    exact_hits(
+        small, replay, 420, [130, 254, 256, 258, 384, 418, 420, *(2 * draw.randrange(65, 210) for _ in range(3))]
+    )
+
+
+@pytest.mark.slow
+def test_exact_rebuild_equals_cold_at_every_hit(small: Transformer) -> None:
+    """X4 in full."""
+    exact_hits(small, "bounded", 3001, list(range(130, 3001, 2)))
+
+
+@settings(max_examples=12, deadline=None)
+@given(config=configs(), seed=st.integers(0, 2**16), replay=st.sampled_from(REPLAYS), half=st.integers(1, 300))
+def test_exact_rebuild_of_any_schedule(config: ModelConfig, seed: int, replay: DecoderReplay, half: int) -> None:
+    exact_hits(random_model(config, seed), replay, 610, [2 * half])
+
+
+def test_bounded_replay_depends_on_tokens_and_hit_alone(small: Transformer) -> None:
+    """X5 without batch mates: chunks and the donor's own way do not matter; X2: the adopted entries stay."""
+    ids = random_ids(small.config, 320, 3)
+    with deterministic():
+        donor = small.new_state()
+        small.prefill(donor, ids[:300])
+        before = [part.clone() for part in visible(donor)]
+        outcomes = []
+        for chunk in (1000, 37, 128):
+            state = with_entries(small, donor, 256)
+            state.resume_bounded(ids, 256)
+            outcomes.append((run(small, state, ids, 310, chunk), visible(state)))
+            for source, store in state.entries.items():
+                count = 256 // small.config.attention.compress_ratios[source]
+                row = torch.arange(count)
+                assert same(store.read(row), donor.entries[source].read(row))
+                assert same(state.keys[source].read(row), donor.keys[source].read(row))
+    for logits, rows in outcomes[1:]:
+        assert torch.equal(logits, outcomes[0][0]) and same(rows, outcomes[0][1])
+    assert same(before, visible(donor))
+
+
+def test_short_and_odd_hits_are_refused(small: Transformer) -> None:
+    """X6: lengths 1 to W + 1; field report B02."""
+    window = small.config.attention.sliding_window
+    ids = random_ids(small.config, 4 * window, 4)
+    donor = small.new_state()
+    small.prefill(donor, ids)
+    for cached in range(1, window + 2):
+        with pytest.raises(CapacityError, match="start cold|even"):
+            with_entries(small, donor, cached).resume_bounded(ids, cached)
+    state = with_entries(small, donor, window + 2 + window % 2)
+    with pytest.raises(CapacityError, match="entries"):
+        state.resume_bounded(ids, window + 4 + window % 2)
+
+
+def test_snapshot_of_another_kind_is_refused(small: Transformer) -> None:
+    ids = random_ids(small.config, 50, 5)
+    donor = small.new_state(decoder_replay="exact20")
+    small.prefill(donor, ids)
+    with pytest.raises(CapacityError, match="exact20"):
+        with_entries(small, donor, 50).restore(donor.snapshot())
+
+
+@pytest.mark.parametrize("accepted", range(6))
+def test_rejected_drafts_leave_nothing(small: Transformer, accepted: int) -> None:
+    """X9, a scripted drafter of 5: every visible byte, both parities, around the window's edge (report B12)."""
+    window = small.config.attention.sliding_window
+    for position in (*range(window - 2, window + 5), 127, 128, 129):
+        ids = random_ids(small.config, position + 9, position)
+        wrong = (ids[position + accepted : position + 6] + 1) % 100
+        with deterministic():
+            drafted, plain = small.new_state(), small.new_state()
+            for state in (drafted, plain):
+                small.prefill(state, ids[:position])
+            small.decode(drafted, torch.cat([ids[position : position + accepted], wrong])[:6])
+            drafted.roll_back(position + accepted)
+            if accepted:
+                small.decode(plain, ids[position : position + accepted])
+            assert same(visible(drafted), visible(plain)), position
+            following = [
+                small.decode(state, ids[position + accepted : position + accepted + 3]) for state in (drafted, plain)
+            ]
+        assert torch.equal(*following)
+    with pytest.raises(CapacityError, match="roll back"):
+        drafted.roll_back(position - 1)
+
+
+def test_a_batch_of_sequences_is_each_alone(small: Transformer) -> None:
+    """X7 and field report B04: any company, any order, different lengths and parities."""
+    lengths = [1, 2, 9, 30, 75, 131]
+    ids = [random_ids(small.config, length + 4, length) for length in lengths]
+    with deterministic():
+        alone = []
+        for part, length in zip(ids, lengths, strict=True):
+            state = small.new_state()
+            run(small, state, part[:length], length)
+            alone.append((torch.cat([small.decode(state, part[i : i + 1]) for i in range(length, length + 4)]), state))
+        for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3]):
+            states = [small.new_state() for _ in order]
+            for state, number in zip(states, order, strict=True):
+                run(small, state, ids[number][: lengths[number]], lengths[number])
+            steps = []
+            for i in range(4):
+                parts = [ids[number][lengths[number] + i : lengths[number] + i + 1] for number in order]
+                steps.append(small.decode_many(states, parts))
+            for place, number in enumerate(order):
+                assert torch.equal(torch.cat([step[place] for step in steps]), alone[number][0])
+                assert same(visible(states[place]), visible(alone[number][1]))
+
+
+def test_a_batch_may_mix_one_row_and_several(small: Transformer) -> None:
+    """Restored copies run one by one, the originals together."""
+    states = [small.new_state() for _ in range(3)]
+    for number, state in enumerate(states):
+        small.prefill(state, random_ids(small.config, 20 + number, number))
+    copies = [with_entries(small, state, state.num_tokens) for state in states]
+    for copy, state in zip(copies, states, strict=True):
+        copy.restore(state.snapshot())
+    ids = [torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
+    with deterministic():
+        together = small.decode_many(states, ids)
+        for copy, part, rows in zip(copies, ids, together, strict=True):
+            assert torch.equal(small.decode(copy, part), rows)
