@@ -1,7 +1,7 @@
 """Agent traces against the engine: what each cache tier saves. Run `python -m benchmarks.serve`.
 
-A trace is generated: sessions that share a system prompt, many turns, short additions, pauses in which the tool
-runs, and a branch that goes back some turns. Each setting plays the same trace on a fresh engine. With `restart`
+A trace is generated: sessions that share a system prompt, many turns, short additions, and a branch that goes back
+some turns; one session runs after another. Each setting plays the same trace on a fresh engine. With `restart`
 the engine is closed and opened again in the middle.
 """
 
