@@ -55,8 +55,8 @@ imports: setup  ## who may import whom
 check: lint types imports  ## lint, types, imports and the tests that take seconds
 	@$(BIN)/python -m pytest -q $(SECONDS_TIER)
 
-test: setup  ## the whole suite on a CPU
-	@$(BIN)/python -m pytest -q
+test: setup  ## the whole suite on a CPU, a process a core
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal --durations 12
 
 test-long: setup  ## soaks and full sweeps, hours; record the result in docs/log.md
 	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile long
