@@ -6,9 +6,12 @@ import importlib
 import os
 from typing import Any
 
-# OpenMP reads this once, when torch is first imported. Threads that spin while they wait for each other cost a
-# small model up to a hundred times its own time as soon as anything else wants the cores (docs/serving.md)
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# OpenMP reads these once, when torch is first imported. Threads that spin for long while they wait for each other cost
+# a small model up to a hundred times its own time as soon as anything else wants the cores; threads that sleep at
+# once cost it two thirds of its prefill speed. So they spin for some microseconds, then sleep (docs/serving.md)
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _HOMES = {
     "LLM": "cedar.llm",

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 # as cedar/__init__.py does, for test files that import torch before cedar
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # the suite already runs a process a core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
