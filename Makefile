@@ -9,8 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 READY  := $(VENV)/.ready
 BUILT  := $(VENV)/.built
 # the tests that take seconds, whatever the machine
-SECONDS_TIER := tests/config tests/planner tests/formats tests/chat tests/engine tests/kernels tests/cli/test_main.py \
-	$(filter-out tests/test_examples.py,$(wildcard tests/test_*.py))
+SECONDS_TIER := tests/config tests/formats tests/kernels tests/planner tests/cli/test_main.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci
@@ -53,7 +52,7 @@ imports: setup  ## who may import whom
 	@$(BIN)/lint-imports --no-cache
 
 check: lint types imports  ## lint, types, imports and the tests that take seconds
-	@$(BIN)/python -m pytest -q $(SECONDS_TIER)
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 $(SECONDS_TIER)
 
 test: setup  ## the whole suite on a CPU, a process a core
 	@$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal --durations 12
