@@ -89,10 +89,6 @@ def is_deterministic() -> bool:
     return _deterministic.get()
 
 
-def forced_backend() -> str | None:
-    return _forced.get() or _FORCED_BY_ENVIRONMENT
-
-
 def select(op: str, *tensors: Tensor) -> Callable[..., Any]:
     """The function that runs `op` on these tensors; the first one decides device and size.
 
