@@ -14,6 +14,8 @@ from cedar.checkpoint.files import CheckpointFiles, open_checkpoint
 from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, stored_weights
 from cedar.formats.fp4 import dequantize_fp4_index
 from cedar.formats.fp8 import dequantize_tiles
+from cedar.errors import FormatError
+from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear
 from cedar.model.moe import Experts
@@ -32,8 +34,8 @@ def read_checkpoint(
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
-    Everything is checked before the first weight is read (`open_checkpoint`). Draft and vision tensors are
-    known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
+    Everything is checked before the first weight is read (`open_checkpoint`). Draft tensors are left to
+    `read_draft`; vision tensors are known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
     and gives Engram's token map.
 
     Args:
@@ -62,13 +64,34 @@ def read_checkpoint(
     return model
 
 
+def read_draft(path: str | Path, target: Transformer) -> Draft | None:
+    """The draft of a checkpoint beside its text model, None if the checkpoint has none.
+
+    Raises:
+        ConfigError: config.json is missing or wrong.
+        FormatError: A file or a tensor is not what the config asks for, or `target` is another model.
+    """
+    files = open_checkpoint(path)
+    if files.config != target.config:
+        raise FormatError(f"{path} is not the checkpoint of the model that it should draft for")
+    if not files.config.draft.num_blocks:
+        files.close()
+        return None
+    draft = Draft(files.config, target, device=target.device)
+    load_weights(draft, files)
+    return draft
+
+
 @torch.no_grad()
-def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory") -> None:
+def load_weights(
+    model: Transformer | Draft, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory"
+) -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
     Engram tables become packed ones.
     """
-    weights = [weight for weight in stored_weights(files.config) if weight.part is Part.TEXT]
+    part = Part.DRAFT if isinstance(model, Draft) else Part.TEXT
+    weights = [weight for weight in stored_weights(files.config) if weight.part is part]
     # in file order, so that a disk reads forward
     weights.sort(
         key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start)
@@ -76,6 +99,7 @@ def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal[
     try:
         for weight in weights:
             if weight.storage is Storage.FP8_ROWS:
+                assert isinstance(model, Transformer)
                 _load_table(model, files, weight, engram)
             else:
                 _load_weight(model, files, weight)
@@ -84,7 +108,7 @@ def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal[
 
 
 def target(model: nn.Module, weight: StoredWeight) -> Tensor:
-    """The parameter or buffer that holds a text weight, cut to its expert; shares its memory."""
+    """The parameter or buffer that holds a text or draft weight, cut to its expert; shares its memory."""
     owner_name, _, name = weight.parameter.rpartition(".")
     held: Tensor = getattr(model.get_submodule(owner_name), name)
     held = held if weight.expert is None else held[weight.expert]
@@ -121,7 +145,7 @@ def _load_table(
     )
 
 
-def _load_weight(model: Transformer, files: CheckpointFiles, weight: StoredWeight) -> None:
+def _load_weight(model: nn.Module, files: CheckpointFiles, weight: StoredWeight) -> None:
     values = target(model, weight)
     stored, scale = weight.weight, weight.scale
     scale_bytes = None

@@ -34,11 +34,15 @@ class Output:
 
     Attributes:
         logits_BSV: float32.
+        hidden_BSD: What the head reads: collapsed and normed.
+        taps_BSX: Mean of the streams at the entry of each of the draft's target layers, side by side, if asked for.
         index_groups: One per index source if collected, for the indexer loss.
         routers: One per layer if collected, for load balance.
     """
 
     logits_BSV: Tensor
+    hidden_BSD: Tensor
+    taps_BSX: Tensor | None
     index_groups: list[IndexGroup]
     routers: list[RouterStats]
 
@@ -106,6 +110,7 @@ class Transformer(nn.Module):
         selection: SelectionRule = "learned",
         form: Literal["masked", "gathered"] = "masked",
         collect: bool = False,
+        tap: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> Output:
         """Logits at every position of whole sequences; differentiable.
@@ -121,6 +126,7 @@ class Transformer(nn.Module):
             selection: `random` takes random visible entries everywhere (a control).
             form: `masked` for training; `gathered` is the arithmetic of prefill and decode.
             collect: Fill `index_groups` and `routers`.
+            tap: Fill `taps_BSX`.
             compute_dtype: Dtype of activations, the model's own by default; float32 weights are cast.
 
         Raises:
@@ -156,7 +162,10 @@ class Transformer(nn.Module):
         streams_TND, premix_TN = self._embed(ids_BS.flatten(), image_rows_TD, dtype)
         shared = SharedKV()
         compressed_TL, image_T = self._prepare(ids_BS.flatten(), raw_BSL.flatten(0, 1))
+        taps: list[Tensor] = []
         for block in self.layers:
+            if tap and block.plan.layer in config.draft.target_layer_ids:
+                taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_BSL.flatten(0, 1)[:, 0] < 0, state.rounding)
             mixes, u_TD = block.enter(streams_TND, premix_TN)
@@ -166,8 +175,15 @@ class Transformer(nn.Module):
             streams_TND, premix_TN, stats = block.feed(streams_TND, mixes.premix_TN, image_T, state)
             if collect:
                 state.routers.append(stats)
-        logits_TV = self._head(streams_TND, premix_TN, state.rounding)
-        return Output(logits_TV.unflatten(0, ids_BS.shape), state.index_groups, state.routers)
+        hidden_TD = self.norm(collapse(streams_TND, premix_TN))
+        logits_TV = self.head(hidden_TD, state.rounding)
+        return Output(
+            logits_TV.unflatten(0, ids_BS.shape),
+            hidden_TD.unflatten(0, ids_BS.shape),
+            torch.cat(taps, dim=-1).unflatten(0, ids_BS.shape) if taps else None,
+            state.index_groups,
+            state.routers,
+        )
 
     def new_state(
         self,
@@ -317,6 +333,10 @@ class Transformer(nn.Module):
             streams_TND, premix_TN = streams_TND[-1:], premix_TN[-1:]
         return self._head(streams_TND, premix_TN, state.rounding)
 
+    def enter_streams(self, ids_T: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The streams and the first pre-mix of token rows, for blocks beside the backbone."""
+        return self._embed(ids_T, None, self.dtype if dtype is None else dtype)
+
     def _embed(self, ids_T: Tensor, image_rows_TD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The streams, all equal to the embedding, and the first pre-mix: stream 0 alone."""
         num_streams = self.config.mhc.num_streams
@@ -336,6 +356,14 @@ class Transformer(nn.Module):
 
     def _head(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding) -> Tensor:
         return self.head(self.norm(collapse(streams_TND, premix_TN)), rounding)
+
+
+def tap_of(streams_TND: Tensor) -> Tensor:
+    """What a draft reads of a layer's input: the plain mean over the streams, summed in float32.
+
+    Source: engram-dspark-vision-chat.md 2.1 (the layer's input, not its output; not the pre-mix collapse).
+    """
+    return streams_TND.float().mean(1).to(streams_TND.dtype)
 
 
 class Head(nn.Module):
