@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cedar.chat.tokenizer import Tokenizer
 from cedar.checkpoint.files import CheckpointFiles, open_checkpoint
 from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, stored_weights
+from cedar.errors import FormatError
 from cedar.formats.fp4 import dequantize_fp4_index
 from cedar.formats.fp8 import dequantize_tiles
-from cedar.errors import FormatError
 from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear
@@ -34,9 +34,9 @@ def read_checkpoint(
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
-    Everything is checked before the first weight is read (`open_checkpoint`). Draft tensors are left to
-    `read_draft`; vision tensors are known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
-    and gives Engram's token map.
+    Everything is checked before the first weight is read (`open_checkpoint`). Draft tensors are left to `read_draft`;
+    vision tensors are known by the config and skipped. If the directory has a tokenizer.json, it is checked against
+    the config and gives Engram's token map.
 
     Args:
         path: Directory with config.json, the shards and their index.

@@ -239,9 +239,7 @@ def run_blocks(draft: Draft, features: Features, blocks: Blocks, rounding: Round
     return Forced(proposal.base_AGV + bias_AGV, confidence_AG, expert_loads(proposal.routers, real_T))
 
 
-def losses(
-    forced: Forced, blocks: Blocks, *, decay: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def losses(forced: Forced, blocks: Blocks, *, decay: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(cross-entropy, L1 distance, confidence, acceptance), each a weighted mean over valid places.
 
     The confidence learns the probability that a draw from the draft survives, `1 - L1 / 2`; the target of that loss
@@ -283,9 +281,7 @@ class Trainer:
         config = OptimConfig(learning_rate=self.run.learning_rate, weight_decay=0.0)
         self.optimizers = Optimizers(self.draft.named_parameters(), self.draft.config, config)
         self.biases = [block.ffn.gate.bias for block in self.draft.mtp]
-        self.schedule = ScheduleConfig(
-            warmup_steps=1, warmup_share=0.04, decay_from=0.3, decay_to=1.0, final_rate=0.02
-        )
+        self.schedule = ScheduleConfig(warmup_steps=1, warmup_share=0.04, decay_from=0.3, decay_to=1.0, final_rate=0.02)
         self.total_steps = self.total_steps or self.run.steps
         self.rows = [(~part.text.held_out_N).nonzero().flatten() for part in self.features]
         self.shares = torch.tensor([float(part.text.made_NL.sum()) for part in self.features])
@@ -344,7 +340,9 @@ class Trainer:
         )
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             values = {"step": self.step, "loss": loss, "ce": ce, "l1": l1, "confidence": confidence}
-            log.write(json.dumps({**values, "acceptance": acceptance, "seconds": round(self.clock.elapsed_s, 1)}) + "\n")
+            log.write(
+                json.dumps({**values, "acceptance": acceptance, "seconds": round(self.clock.elapsed_s, 1)}) + "\n"
+            )
 
     def save(self) -> None:
         """Write a checkpoint. Raises CapacityError if the disk refuses."""
@@ -353,8 +351,12 @@ class Trainer:
             model=self.draft.state_dict(),
             optimizer=self.optimizers.state(),
             random={},
-            meta={**self.meta, "updates": self.optimizers.updates, "total_steps": self.total_steps,
-                  "elapsed_s": self.clock.elapsed_s},
+            meta={
+                **self.meta,
+                "updates": self.optimizers.updates,
+                "total_steps": self.total_steps,
+                "elapsed_s": self.clock.elapsed_s,
+            },
         )
         save_state(self.folder / "checkpoints", state)
 
@@ -526,12 +528,15 @@ def measure(draft: Draft, features: Sequence[Features], *, sequences: int) -> di
         fit_M, test_M = chosen_M & half_M, chosen_M & ~half_M
         if not bool(found.valid_MG[fit_M].any()) or not bool(found.valid_MG[test_M].any()):
             fit_M = test_M = chosen_M
-        given = (found.logit_MG, kept_MG, found.valid_MG)
-        temperatures = calibrate(*(part[fit_M] for part in given))
+
+        def part(rows_M: Tensor, kept_MG: Tensor = kept_MG) -> tuple[Tensor, Tensor, Tensor]:
+            return found.logit_MG[rows_M], kept_MG[rows_M], found.valid_MG[rows_M]
+
+        temperatures = calibrate(*part(fit_M))
         result[name] = {
             "temperatures": temperatures,
-            "calibration_error": errors_of(*(part[test_M] for part in given), temperatures),
-            "uncalibrated_error": errors_of(*(part[test_M] for part in given), [1.0] * len(temperatures)),
+            "calibration_error": errors_of(*part(test_M), temperatures),
+            "uncalibrated_error": errors_of(*part(test_M), [1.0] * len(temperatures)),
         }
     return result
 
@@ -550,16 +555,19 @@ def _texts(
     prompts, held = Prompts(tokenizer, corpora), Prompts(tokenizer, held_out)
     texts = []
     for length in run.lengths:
-        about = {"model": own_hash, "tokenizer": tokenizer.fingerprint, "seed": str(run.seed),
-                 "count": str(run.sequences), "format": "1"}
+        about = {
+            "model": own_hash,
+            "tokenizer": tokenizer.fingerprint,
+            "seed": str(run.seed),
+            "count": str(run.sequences),
+            "format": "1",
+        }
         file = folder / f"text-{length}.safetensors"
         if file.is_file():
             texts.append(load_text(file, about))
             report(f"{file.name}: written before")
             continue
-        texts.append(
-            write_text(model, prompts, held, length=length, count=run.sequences, seed=run.seed, report=report)
-        )
+        texts.append(write_text(model, prompts, held, length=length, count=run.sequences, seed=run.seed, report=report))
         texts[-1].save(file, about)
     return texts
 

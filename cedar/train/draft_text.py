@@ -246,4 +246,3 @@ def summary(texts: Sequence[Text]) -> dict[str, int]:
     return {
         name: sum(int(text.made_NL[text.kind_N == number].sum()) for text in texts) for number, name in enumerate(names)
     }
-

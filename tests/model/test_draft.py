@@ -16,6 +16,21 @@ def _draft(mode: str) -> Draft:
     return draft
 
 
+@pytest.mark.parametrize("mode", ["f32_noquant", "f32", "bf16"])
+def test_golden_taps(mode: str) -> None:
+    """The streams' plain mean at the entry of the target layers, not one layer later."""
+    model = golden.model("a", mode)
+    for num_tokens in (3, 8, 30):
+        with torch.inference_mode():
+            taps_BSX = model(
+                golden.load("dspark")[f"n{num_tokens}.ids"].unsqueeze(0), form="gathered", tap=True
+            ).taps_BSX
+        assert taps_BSX is not None
+        want = golden.load("dspark")[f"n{num_tokens}.{mode}.taps"].transpose(0, 1).flatten(1)
+        # the stored taps are bfloat16, so a float32 model's differ by their rounding
+        assert golden.relative_rms(taps_BSX[0].to(torch.bfloat16), want) <= (3e-3 if mode == "f32_noquant" else 0.1)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 8, 30])
 @pytest.mark.parametrize("mode", ["f32_noquant", "f32", "bf16"])
 def test_golden_round(mode: str, num_tokens: int) -> None:
@@ -45,6 +60,8 @@ def test_golden_round(mode: str, num_tokens: int) -> None:
         else:
             assert golden.rms(value, want[name]) <= 0.1, name
     confidence = torch.sigmoid(confidence_AG[0])
-    assert (confidence - data[f"n{num_tokens}.{mode}.confidence"]).abs().max() <= (1e-4 if mode == "f32_noquant" else 0.1)
+    assert (confidence - data[f"n{num_tokens}.{mode}.confidence"]).abs().max() <= (
+        1e-4 if mode == "f32_noquant" else 0.1
+    )
     if mode == "f32_noquant":
         assert tokens_AG[0].tolist() == data[f"n{num_tokens}.{mode}.tokens"].tolist()
