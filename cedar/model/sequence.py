@@ -130,6 +130,8 @@ class EntryStore(Protocol):
 MakeStore = Callable[[Literal["entries", "keys"], int], EntryStore]
 
 
+# the rows of a step from one on, or by number where there are several sequences; None keeps all
+Kept = slice | Tensor | None
 # tails, and the counts of entries and keys by source
 Mark = tuple[dict[int, tuple[Tensor, Tensor]], dict[int, tuple[int, int]]]
 
@@ -503,6 +505,11 @@ class SequenceState:
         num_rows = window + (window - 1) * (config.num_layers - 1 - max(layer, boundary + 1))
         return max(self._prompt_stop - num_rows, 0)
 
+    @property
+    def decoder_stop(self) -> int:
+        """End of the running prompt: rows from here on run every layer."""
+        return self._prompt_stop
+
     def window_floor(self, layer: int) -> int:
         """Oldest position whose window row `layer` has written."""
         if layer < self.config.boundary_layer_id:
@@ -559,6 +566,34 @@ class SequenceStep:
         step._rotations = {kind: (cos[cut:], sin[cut:]) for kind, (cos, sin) in self._rotations.items()}
         step._window_RC = self._window_RC[cut:]
         return step
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all rows run every layer and write all they make, as those of generated tokens do."""
+        return self.start >= max(self.state.decoder_stop, self.state.first_entry_row(0))
+
+    def entry_rows(self) -> tuple[slice | None, SequenceStep | None]:
+        """The rows whose entries are not there yet: (which, their step); a step of none is None."""
+        return self._from(self.state.first_entry_row(self.start))
+
+    def window_rows(self, layer: int, *, cut: bool) -> tuple[slice | None, SequenceStep | None]:
+        """The rows that write their window keys before (after) the step is cut to those that run `layer`."""
+        return None, self if cut != self.state.keeps_true_window(layer) else None
+
+    def layer_rows(self, layer: int) -> tuple[slice | None, SequenceStep | None]:
+        """The rows that run `layer`."""
+        return self._from(self.state.first_position(layer))
+
+    def _from(self, position: int) -> tuple[slice | None, SequenceStep | None]:
+        if position <= self.start:
+            return None, self
+        if position >= self.stop:
+            return slice(self.num_rows, None), None
+        return slice(position - self.start, None), self.narrowed(position)
 
     def rotation(self, *, compressed: bool) -> tuple[Tensor, Tensor]:
         if compressed not in self._rotations:
