@@ -27,12 +27,14 @@ class Part:
         ids_T: Token ids, int64.
         prompt_tokens: Where the prompt ends that they belong to, counted from the sequence's start; None for
             tokens that were generated or drafted, whose rows run all layers and all give logits.
+        silent: No logits are wanted: generated tokens that are known already run again.
         image_rows_TD: Embeddings for image tokens, zeros elsewhere.
     """
 
     state: SequenceState
     ids_T: Tensor
     prompt_tokens: int | None = None
+    silent: bool = False
     image_rows_TD: Tensor | None = None
 
 

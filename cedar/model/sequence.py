@@ -246,7 +246,7 @@ class SequenceState:
         attention, indexer = config.attention, config.indexer
         self.config, self.rope, self.rounding = config, rope, rounding
         self.decoder_replay, self.selection_rule = decoder_replay, selection_rule
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.num_tokens = 0
         self._prompt_stop = 0
         self._decoder_start = 0
@@ -255,6 +255,8 @@ class SequenceState:
         self._first_row = 0
         # rows before it leave no entries: theirs came from a cache
         self._write_floor = 0
+        # where a snapshot began: its windows and tails reach back no further
+        self._restored_at = 0
         # position from which an exact rebuild needs whole encoder rows, 0 if there was none
         self._exact_stop = 0
         # room for rejected drafts beside the window (serving.md 2.4)
@@ -464,6 +466,45 @@ class SequenceState:
             for layer, (content_1C, gate_1C) in snapshot.tails.items()
         }
         self._remember(snapshot.recent_L)
+        self._restored_at = self.num_tokens
+
+    def fork(self, make_store: MakeStore | None = None) -> SequenceState:
+        """The same sequence once more; what one does from here on leaves the other as it is.
+
+        Args:
+            make_store: Gives stores that hold the same entries; copies of them by default.
+        """
+        held = {"entries": self.entries, "keys": self.keys}
+
+        def copied(what: Literal["entries", "keys"], source: int) -> EntryStore:
+            store = held[what][source]
+            assert isinstance(store, RowStore), "entries behind pages are shared by whoever owns the pages"
+            return store.prefix(store.count)
+
+        other = SequenceState(
+            self.config,
+            self.rope,
+            rounding=self.rounding,
+            dtype=self.dtype,
+            device=self.device,
+            decoder_replay=self.decoder_replay,
+            selection_rule=self.selection_rule,
+            make_store=make_store or copied,
+        )
+        for name in (*self._MARKS, "num_tokens", "_restored_at"):
+            setattr(other, name, getattr(self, name))
+        slot_R = torch.arange(self.num_slots, device=self.device)
+        for mine, theirs in zip(self.windows, other.windows, strict=True):
+            theirs.overwrite(slot_R, mine.read(slot_R))
+        # neither is ever written in place
+        other.tails, other._history = dict(self.tails), self._history
+        return other
+
+    @property
+    def oldest_kept(self) -> int:
+        """The fewest tokens that `roll_back` can go back to."""
+        reach = self.num_tokens - self.num_tail_rows + 1
+        return max(self._prompt_stop, self._write_floor, self._restored_at, reach)
 
     def roll_back(self, num_tokens: int) -> None:
         """Forget the newest tokens, as if they had never run: rejected drafts.
@@ -471,13 +512,12 @@ class SequenceState:
         Raises:
             CapacityError: More tokens than the rings and tails remember, or none that were run here.
         """
-        dropped = self.num_tokens - num_tokens
-        oldest = max(self._prompt_stop, self._write_floor)
-        if not 0 <= dropped < self.num_tail_rows or num_tokens < oldest:
+        if not self.oldest_kept <= num_tokens <= self.num_tokens:
             raise CapacityError(
                 f"cannot roll back from token {self.num_tokens} to {num_tokens}: "
-                f"at most {self.num_tail_rows - 1} tokens, and not before {oldest}"
+                f"at most {self.num_tail_rows - 1} tokens, and not before {self.oldest_kept}"
             )
+        dropped = self.num_tokens - num_tokens
         if dropped == 0:
             return
         self.num_tokens = num_tokens

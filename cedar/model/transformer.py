@@ -243,8 +243,8 @@ class Transformer(nn.Module):
         In deterministic mode each sequence gets, bit for bit, what `prefill` or `decode` gives it alone.
 
         Returns:
-            For each part float32 [rows, V]: every row of generated tokens, the last row of a chunk that ends its
-            prompt, nothing of other chunks.
+            For each part float32 [rows, V]: every row of generated tokens unless they are silent, the last row of a
+            chunk that ends its prompt, nothing of other chunks.
 
         Raises:
             ShapeError: No parts, a part without ids or past its prompt's end, or states of different roundings.
@@ -306,14 +306,16 @@ class Transformer(nn.Module):
                 block.attn.write_window(u_TD if kept is None else u_TD[kept], writing)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
             streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
-        for part in parts:
-            part.state.advance(part.ids_T)
         left = step.steps if isinstance(step, BatchStep) else [step]
         num_left = {id(one.state): one.num_rows for one in left} if ran_all else {}
         sizes = [num_left.get(id(part.state), 0) for part in parts]
         if last_only:
             streams_TND, premix_TN, sizes = _wanted(parts, streams_TND, premix_TN, sizes)
-        return list(self._head(streams_TND, premix_TN, parts[0].state.rounding).split(sizes))
+        logits_TV = self._head(streams_TND, premix_TN, parts[0].state.rounding)
+        # last, so that a step that fails has moved nobody
+        for part in parts:
+            part.state.advance(part.ids_T)
+        return list(logits_TV.split(sizes))
 
     def _embed(self, ids_T: Tensor, image_rows_TD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The streams, all equal to the embedding, and the first pre-mix: stream 0 alone."""
@@ -361,9 +363,10 @@ def _wanted(
     """The rows whose logits somebody reads, of the `sizes` rows of each part that have run all layers."""
     wanted, rows, first = [], [], 0
     for part, size in zip(parts, sizes, strict=True):
-        count = size
+        count = 0 if part.silent else size
         if part.prompt_tokens is not None:
-            count = min(size, int(part.state.num_tokens == part.prompt_tokens))
+            ends = part.state.num_tokens + part.ids_T.shape[0] == part.prompt_tokens
+            count = min(size, int(ends))
         wanted.append(count)
         rows.append(torch.arange(first + size - count, first + size, device=streams_TND.device))
         first += size

@@ -290,7 +290,7 @@ def test_a_batch_may_mix_one_row_and_several(small: Transformer) -> None:
 
 @pytest.mark.parametrize("replay", [*REPLAYS, "off"])
 def test_a_step_of_mixed_rows_is_each_alone(small: Transformer, replay: DecoderReplay) -> None:
-    """Decode rows, drafted rows, chunks before, across and at the end of the last window, replayed rows of both kinds."""
+    """Decode rows, drafted rows, chunks before, across and at the end of the last window, replayed rows."""
     window = small.config.attention.sliding_window
     donor = small.new_state(decoder_replay=replay)
     given = random_ids(small.config, 700, 1)
