@@ -158,8 +158,12 @@ class Draft(nn.Module):
     def target(self) -> Transformer:
         return self._target[0]
 
+    def attach(self) -> None:
+        """From now on the target keeps this draft's context rows of all it runs."""
+        self.target.context = self.context_rows
+
     def context_rows(self, taps_TX: Tensor, position_T: Tensor, rounding: Rounding) -> Tensor:
-        """Window keys of positions that the target has run: [B, T, C], rotated, rounded as window rows are.
+        """Window keys of positions that the target has run: [T, B * C], rotated, rounded as window rows are.
 
         Args:
             taps_TX: `Transformer`'s taps of these positions.
@@ -175,13 +179,13 @@ class Draft(nn.Module):
             kv_TC = block.attn.kv_norm(block.attn.wkv(main_TD, rounding))
             kv_TC = dense.rotate(kv_TC.unsqueeze(1), cos_TR, sin_TR).squeeze(1)
             rows.append(round_rows(kv_TC, FP8) if rounding.window_kv else kv_TC)
-        return torch.stack(rows)
+        return torch.cat(rows, dim=-1)
 
     def forward(
         self,
         anchor_A: Tensor,
         position_A: Tensor,
-        context_BAWC: Tensor,
+        context_AWX: Tensor,
         visible_AW: Tensor,
         rounding: Rounding,
         dtype: torch.dtype | None = None,
@@ -191,7 +195,7 @@ class Draft(nn.Module):
         Args:
             anchor_A: Token ids, int64.
             position_A: Their positions.
-            context_BAWC: Context rows of the positions before the anchors, in any order.
+            context_AWX: `context_rows` of the positions before the anchors, in any order.
             visible_AW: bool, which of them exist.
             dtype: Of activations, the target's by default.
         """
@@ -205,7 +209,7 @@ class Draft(nn.Module):
             position_T=position_AG.flatten(),
             rotation_T=target.rope(position_AG.flatten(), compressed=False),
             first_layer=config.num_layers,
-            context_BAWC=context_BAWC,
+            context_BAWC=context_AWX.unflatten(-1, (len(self.mtp), -1)).permute(2, 0, 1, 3),
             visible_AW=visible_AW,
             num_tokens=num_tokens,
         )

@@ -121,7 +121,7 @@ class Blocks:
     label_AG: Tensor
     previous_AG: Tensor
     valid_AG: Tensor
-    context_BAWC: Tensor
+    context_AWX: Tensor
     visible_AW: Tensor
     target_AGV: Tensor
 
@@ -186,13 +186,13 @@ def blocks_at(draft: Draft, features: Features, row_N: Tensor, position_NA: Tens
     num_rows, length = row_N.shape[0], text.ids_NL.shape[1]
     window, num_tokens = draft.config.attention.sliding_window, draft.config.draft.block_size
     positions_L = torch.arange(length, device=device)
-    context_BTC = draft.context_rows(features.taps_NLX[row_N].flatten(0, 1), positions_L.repeat(num_rows), rounding)
+    context_TX = draft.context_rows(features.taps_NLX[row_N].flatten(0, 1), positions_L.repeat(num_rows), rounding)
     local_A = torch.arange(num_rows, device=device).repeat_interleave(position_NA.shape[1])
     row_A, position_A = row_N[local_A], position_NA.flatten()
     before_AW = position_A.unsqueeze(-1) + torch.arange(-window, 0, device=device)
     visible_AW = before_AW >= text.floor_NL[row_A, position_A].unsqueeze(-1)
     flat_AW = local_A.unsqueeze(-1) * length + before_AW.clamp(min=0)
-    context_BAWC = F.embedding(flat_AW, context_BTC.transpose(0, 1).flatten(1)).unflatten(-1, (len(draft.mtp), -1))
+    context_AWX = F.embedding(flat_AW, context_TX)
     ahead_AG = position_A.unsqueeze(-1) + torch.arange(1, num_tokens + 1, device=device)
     inside_AG = ahead_AG < length
     ahead_AG = ahead_AG.clamp(max=length - 1)
@@ -208,7 +208,7 @@ def blocks_at(draft: Draft, features: Features, row_N: Tensor, position_NA: Tens
         label_AG=text.ids_NL[at_A1, ahead_AG],
         previous_AG=text.ids_NL[at_A1, ahead_AG - 1],
         valid_AG=valid_AG,
-        context_BAWC=context_BAWC.permute(2, 0, 1, 3),
+        context_AWX=context_AWX,
         visible_AW=visible_AW,
         target_AGV=target_AGV,
     )
@@ -228,7 +228,7 @@ def run_blocks(draft: Draft, features: Features, blocks: Blocks, rounding: Round
     proposal = draft(
         anchor_A,
         blocks.position_A,
-        blocks.context_BAWC,
+        blocks.context_AWX,
         blocks.visible_AW,
         rounding,
         features.taps_NLX.dtype,

@@ -18,6 +18,7 @@ from cedar.config import presets
 from cedar.config.model import ModelConfig
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Handle, Request, SamplingParams, Token
+from cedar.engine.scheduler import SchedulerConfig
 from cedar.kernels.dispatch import deterministic
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
@@ -115,7 +116,10 @@ class Histories(RuleBasedStateMachine):
         )
         self.cache = cache
         self.engine = Engine(
-            tiny_model(), cache=cache, prefill_chunk=self.chunk, max_running=3, reserve_tokens=2, max_context=600
+            tiny_model(),
+            cache=cache,
+            scheduling=SchedulerConfig(max_step_tokens=self.chunk, max_running=3, reserve_tokens=2),
+            max_context=600,
         )
 
     def submit(self, prompt: tuple[int, ...], max_tokens: int) -> None:

@@ -43,13 +43,13 @@ def test_golden_round(mode: str, num_tokens: int) -> None:
     first = max(0, num_tokens - window)
     taps_TX = taps_LTD[:, first:].transpose(0, 1).flatten(1)
     with torch.inference_mode():
-        context_BTC = draft.context_rows(taps_TX, torch.arange(first, num_tokens), rounding)
+        context_TX = draft.context_rows(taps_TX, torch.arange(first, num_tokens), rounding)
         anchor_A = data[f"n{num_tokens}.{mode}.token"].reshape(1)
         visible_AW = torch.ones(1, num_tokens - first, dtype=torch.bool)
-        proposal = draft(anchor_A, torch.tensor([num_tokens]), context_BTC.unsqueeze(1), visible_AW, rounding)
+        proposal = draft(anchor_A, torch.tensor([num_tokens]), context_TX.unsqueeze(0), visible_AW, rounding)
         tokens_AG, logits_AGV, confidence_AG = draft.greedy(anchor_A, proposal, rounding)
     got = {
-        "context": context_BTC,
+        "context": context_TX.unflatten(-1, (3, -1)).transpose(0, 1),
         "hidden": proposal.hidden_AGD[0],
         "base_logits": proposal.base_AGV[0],
         "logits": logits_AGV[0],
