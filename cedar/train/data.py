@@ -22,7 +22,8 @@ from cedar.chat.tokenizer import PAD, Tokenizer
 from cedar.config.train import StageConfig, TrainConfig
 from cedar.errors import ConfigError
 from cedar.train.corpus import Corpus, open_corpus
-from cedar.train.tasks import Sample, Tasks
+from cedar.train.sample import Sample
+from cedar.train.tasks import Tasks
 
 # what is left of a row below this is padding
 _SHORTEST = 16
@@ -90,7 +91,7 @@ class Batches:
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, corpora: dict[str, Corpus], *, window: int) -> None:
         self.config = config
         self.window = window
-        self.tasks = Tasks(tokenizer, corpora, held_out=config.data.held_out_names)
+        self.tasks = Tasks(tokenizer, corpora, held_out=config.data.held_out_names, window=window)
         self._pad = tokenizer.special[PAD]
         for stage in config.stages:
             unknown = sorted(set(stage.mixture) - set(self.tasks.sources))
