@@ -100,6 +100,7 @@ class Passes:
             part.ids_BS.long(),
             segment_start_BS=part.segment_start_BS.long(),
             window_floor_BS=part.window_floor_BS.long() if stage.replay_share else None,
+            replay_start_BS=part.replay_start_BS.long() if stage.encoder_replay_share else None,
             rounding=stage.roundings(),
             topk="all" if part.dense else None,
             collect=True,
