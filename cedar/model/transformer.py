@@ -27,7 +27,6 @@ from cedar.model.rope import Rope
 from cedar.model.sequence import MakeStore, SequenceState, SequenceStep
 from cedar.model.state import DecoderReplay, IndexGroup, RouterStats, SelectionRule, SharedKV
 
-
 # (taps [T, X], positions [T], rounding) -> what a draft keeps of these rows [T, channels]
 ContextRows = Callable[[Tensor, Tensor, Rounding], Tensor]
 

@@ -59,6 +59,7 @@ class DraftTrainConfig:
         ce_weight, l1_weight, confidence_weight: Of the three losses.
         rounded_from: Part of the run after which the draft's own weights and activations are rounded as served.
         experts, experts_per_token, markov_rank: The draft's own sizes.
+        graphs: On a GPU, capture a step's passes once and replay them.
 
     Source: engram-dspark-vision-chat.md 2.6 (losses, decay); the rest is our choice.
     """
@@ -82,6 +83,7 @@ class DraftTrainConfig:
     rounded_from: float = 0.5
     log_every: int = 100
     save_every: int = 1000
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("blocks", "block_size", "sequences", "steps", "rows", "anchors", "log_every", "save_every"):
@@ -283,11 +285,13 @@ class Trainer:
         self.biases = [block.ffn.gate.bias for block in self.draft.mtp]
         self.schedule = ScheduleConfig(warmup_steps=1, warmup_share=0.04, decay_from=0.3, decay_to=1.0, final_rate=0.02)
         self.total_steps = self.total_steps or self.run.steps
+        self._captured: dict[tuple[int, bool], tuple[Any, Tensor, Tensor, Tensor, Tensor]] = {}
+        self._pool: Any = None
         self.rows = [(~part.text.held_out_N).nonzero().flatten() for part in self.features]
         self.shares = torch.tensor([float(part.text.made_NL.sum()) for part in self.features])
 
-    def fit_step(self) -> tuple[Tensor, ...]:
-        """One update; the batch depends on the seed and the step alone."""
+    def fit_step(self) -> Tensor:
+        """One update; the batch depends on the seed and the step alone. Returns the log's five numbers."""
         run, draft = self.run, self.draft
         device = draft.target.device
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + self.step)
@@ -299,26 +303,72 @@ class Trainer:
         score_NL = score_NL.masked_fill(~features.anchor_NL[row_N], -1)
         position_NA = score_NL.topk(min(run.anchors, score_NL.shape[1]), dim=-1).indices
         rounded = self.step >= run.rounded_from * self.total_steps
+        values_5, load_BE = self._pass(which, row_N, position_NA, rounded)
+        self.optimizers.step(run.learning_rate * rate_at(self.step, self.total_steps, self.schedule))
+        if self._captured:
+            torch._foreach_zero_([p.grad for p in draft.parameters() if p.grad is not None])
+        else:
+            draft.zero_grad(set_to_none=True)
+        balance.update(self.biases, load_BE, 0.001)
+        self.step += 1
+        return values_5
+
+    def _pass(self, which: int, row_N: Tensor, position_NA: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
+        """Gradients of one batch: (loss, ce, l1, confidence, acceptance), and the load of each expert."""
+        if not (self.run.graphs and row_N.device.type == "cuda"):
+            return self._forward_backward(which, row_N, position_NA, rounded)
+        key = (which, rounded)
+        if key not in self._captured:
+            self._captured[key] = self._capture(which, row_N, position_NA, rounded)
+        graph, own_row_N, own_position_NA, values_5, load_BE = self._captured[key]
+        own_row_N.copy_(row_N)
+        own_position_NA.copy_(position_NA)
+        graph.replay()
+        # the next replay writes into the same buffers
+        return values_5.clone(), load_BE.clone()
+
+    def _forward_backward(self, which: int, row_N: Tensor, position_NA: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
+        run, features = self.run, self.features[which]
         rounding = Rounding(weights=True) if rounded else Rounding.none()
-        blocks = blocks_at(draft, features, row_N, position_NA, rounding)
-        forced = run_blocks(draft, features, blocks, rounding)
+        blocks = blocks_at(self.draft, features, row_N, position_NA, rounding)
+        forced = run_blocks(self.draft, features, blocks, rounding)
         ce, l1, confidence, acceptance = losses(forced, blocks, decay=run.decay)
         loss = run.ce_weight * ce + run.l1_weight * l1 + run.confidence_weight * confidence
         loss.backward()
-        self.optimizers.step(run.learning_rate * rate_at(self.step, self.total_steps, self.schedule))
-        self.draft.zero_grad(set_to_none=True)
-        balance.update(self.biases, forced.loads_BE, 0.001)
-        self.step += 1
-        return loss.detach(), ce.detach(), l1.detach(), confidence.detach(), acceptance
+        return torch.stack([loss, ce, l1, confidence, acceptance]).detach(), forced.loads_BE
+
+    def _capture(
+        self, which: int, row_N: Tensor, position_NA: Tensor, rounded: bool
+    ) -> tuple[Any, Tensor, Tensor, Tensor, Tensor]:
+        """A graph of one pass over buffers of its own; leaves the gradients at zero."""
+        row_N, position_NA = row_N.clone(), position_NA.clone()
+        parameters = list(self.draft.parameters())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # they compile kernels and make the libraries' buffers
+            for _ in range(2):
+                self._forward_backward(which, row_N, position_NA, rounded)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            values_5, load_BE = self._forward_backward(which, row_N, position_NA, rounded)
+        self._pool = graph.pool()
+        torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+        return graph, row_N, position_NA, values_5, load_BE
 
     def fit(self) -> None:
         """To the end of the run or of the time, saving on the way."""
         saved = self.step
         while self.step < self.total_steps and not self.clock.is_over():
             start = time.monotonic()
-            values = self.fit_step()
+            values_5 = self.fit_step()
             logs = self.step % self.run.log_every == 0
-            numbers = torch.stack(values).tolist() if logs or self.step % 20 == 0 else []
+            numbers = values_5.tolist() if logs or self.step % 20 == 0 else []
             self.clock.recent_s.append(time.monotonic() - start)
             self.total_steps = self.clock.total_steps(self.step, self.total_steps)
             if numbers and not math.isfinite(numbers[0]):
@@ -653,7 +703,7 @@ def train_draft(
 
 
 # what may change between commands
-_FREE = ("steps", "log_every", "save_every")
+_FREE = ("steps", "log_every", "save_every", "graphs")
 
 
 def _finish(

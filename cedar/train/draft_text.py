@@ -20,11 +20,12 @@ from cedar.errors import ConfigError, FormatError
 from cedar.model.transformer import Transformer
 from cedar.train.corpus import Corpus
 from cedar.train.lockstep import Lockstep, sample
+from cedar.train.sample import Sample
 from cedar.train.tasks import ADJECTIVES, NOUNS, PEOPLE, PLACES, Tasks
 
-# what is written, with its weight; `templates` are lines that come back unchanged
-KINDS = {"stories": 0.45, "instruct": 0.2, "lookup": 0.12, "restate": 0.08, "templates": 0.15}
-_CORPORA = ("stories", "instruct")
+# what is written, with its weight: `texts` is any corpus of texts but stories, `chats` any of chats; `templates` are
+# lines that come back unchanged, `code` small classes whose lines follow from the first
+KINDS = {"stories": 0.4, "texts": 0.08, "chats": 0.2, "lookup": 0.1, "restate": 0.07, "templates": 0.1, "code": 0.05}
 # one in this many sequences is held out: its prompts come from the validation corpora where there are any
 _HELD_OUT = 16
 TEMPERATURES = (1.0, 1.0, 0.6, 0.6, 0.0)
@@ -97,41 +98,45 @@ class Prompts:
         self.tokenizer = tokenizer
         self.tasks = Tasks(tokenizer, corpora, held_out=held_out)
         self._bos = tokenizer.special[BOS]
+        self._chats = [name for name, corpus in corpora.items() if corpus.learn is not None]
+        self._texts = [name for name, corpus in corpora.items() if corpus.learn is None and name != "stories"]
 
     @property
     def kinds(self) -> dict[str, float]:
         """Those that can be made of these corpora, with their weights."""
-        return {kind: weight for kind, weight in KINDS.items() if kind in self.tasks.corpora or kind not in _CORPORA}
+        there = {"stories": "stories" in self.tasks.corpora, "texts": bool(self._texts), "chats": bool(self._chats)}
+        return {kind: weight for kind, weight in KINDS.items() if there.get(kind, True)}
 
     def first(self, kind: str, rng: np.random.Generator, length: int) -> list[int]:
         """The tokens a sequence of `length` begins with, BOS first; at least a third is left to the target."""
         most = length * 2 // 3
-        if kind == "stories":
-            made = self.tasks.maker("stories")(rng, int(rng.integers(8, min(64, most))))
+        made: Sample | None = None
+        if kind in ("stories", "texts"):
+            name = kind if kind == "stories" else self._texts[int(rng.integers(len(self._texts)))]
+            made = self.tasks.maker(name)(rng, int(rng.integers(8, min(64, most))))
         elif kind == "restate":
             made = self.tasks.restate(rng, int(rng.integers(most // 2, most)))
-        elif kind == "templates":
-            return self._template(rng, most)
-        else:
-            return self._turn(kind, rng, most)
-        assert made is not None
-        return [int(token) for token in made.ids]
+        elif kind == "code":
+            made = self.tasks.maker("code")(rng, int(rng.integers(24, most)))
+        if made is not None:
+            return [int(token) for token in made.ids]
+        return self._template(rng, most) if kind == "templates" else self._turn(kind, rng, most)
 
     def next(self, kind: str, rng: np.random.Generator, room: int) -> list[int]:
         """What follows the end of an answer: another user's turn, nothing where the text is over or room is short."""
-        if kind not in ("instruct", "lookup") or room < 48:
+        if kind not in ("chats", "lookup") or room < 48:
             return []
-        # a conversation of one begins with BOS, which stands at a sequence's start alone
-        return self._turn("instruct" if "instruct" in self.kinds else kind, rng, room * 2 // 3)[1:]
+        # a conversation begins with BOS, which stands at a sequence's start alone
+        return self._turn("chats", rng, room * 2 // 3)[1:]
 
     def _turn(self, kind: str, rng: np.random.Generator, most: int) -> list[int]:
-        # a lookup needs some room; a shorter sequence asks something shorter
-        made = self.tasks.maker(kind)(rng, most)
-        if made is None or not made.answers:
-            made = self.tasks.maker("instruct")(rng, most) if "instruct" in self.kinds else None
-        if made is None or not made.answers:
-            return self._template(rng, most)
-        return [int(token) for token in made.ids[: made.answers[0][0]]]
+        """The tokens before a first answer; a chat, or a template, where the kind has nothing so short."""
+        names = [self._chats[int(rng.integers(len(self._chats)))]] if self._chats else []
+        for name in ("lookup", *names) if kind == "lookup" else names:
+            made = self.tasks.maker(name)(rng, most)
+            if made is not None and made.answers:
+                return [int(token) for token in made.ids[: made.answers[0][0]]]
+        return self._template(rng, most)
 
     def _template(self, rng: np.random.Generator, most: int) -> list[int]:
         """A line, or two or three in turn, over and over."""

@@ -90,7 +90,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folders: tuple[Path, Path], trained: 
     class Stop(Exception):
         pass
 
-    def stopping(self: drafts.Trainer) -> tuple[Tensor, ...]:
+    def stopping(self: drafts.Trainer) -> Tensor:
         if self.step == run.steps and not trainer_steps:
             trainer_steps.append(self.step)
             self.save()
