@@ -214,8 +214,10 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         ConfigError: As `context_tokens`, or `max_step_tokens` does not hold a row of each of `max_running`.
     """
     from cedar.cache.manager import CacheManager
+    from cedar.checkpoint.read import read_draft
     from cedar.engine.engine import Engine
     from cedar.engine.scheduler import SchedulerConfig
+    from cedar.engine.speculate import ModelDrafter
     from cedar.model.sequence import Snapshot
     from cedar.planner.kv import page_bytes
 
@@ -234,8 +236,12 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         store=None if config.cache_dir is None else open_store(files, config),
         read_snapshot=Snapshot.from_bytes,
     )
+    draft = read_draft(files.path, model) if config.draft else None
+    if draft is not None:
+        draft.attach()
     return Engine(
         model,
+        drafter=None if draft is None else ModelDrafter(draft, files.defaults.draft_confidence_temperatures),
         max_context=context,
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(
