@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from unittest import mock
 import cedar  # noqa: F401  isort: skip
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.chat.tokenizer import Tokenizer, train_tokenizer
@@ -47,9 +46,9 @@ from cedar.model.packs import PackState
 from cedar.model.state import AttentionState, RouterStats, SharedKV
 from cedar.model.transformer import Transformer
 from cedar.planner.flops import prefill_flops
-from cedar.train import balance, losses
 from cedar.train.data import Batches
 from cedar.train.loop import Trainer
+from cedar.train.measure import Meter, Scores, answers_only, rows
 from cedar.train.optim import groups
 from cedar.train.run import new_model
 from cedar.train.sample import Sample
@@ -63,7 +62,7 @@ SERVING = Rounding(weights=True)
 MODEL = (f"attention.sliding_window={WINDOW}", "indexer.topk=8")
 MIXTURE = {"ngram": 0.3, "pairs": 0.2, "mqar": 0.2, "restate": 0.15, "lookup": 0.1, "copy": 0.05}
 _HELD_OUT = 0xE7A1
-_ANSWERED = 64
+_CUT = 112
 
 
 # variants of the model
@@ -250,33 +249,21 @@ def recipe(arm: Arm, seed: int, steps: int) -> TrainConfig:
 # measurements
 
 
-@dataclass
-class Scores:
-    """Sums over the learnt tokens of some samples."""
-
-    nats: list[float] = field(default_factory=list)
-    right: list[bool] = field(default_factory=list)
-
-    @property
-    def ce(self) -> float:
-        return statistics.fmean(self.nats)
-
-    @property
-    def accuracy(self) -> float:
-        return statistics.fmean(self.right)
-
-
-class Probe:
-    """A trained model and held-out samples.
+class Probe(Meter):
+    """A trained model of an arm, as it serves, and held-out samples.
 
     Args:
-        dtype: Of activations.
         count: Samples of each kind.
     """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, arm: Arm, dtype: torch.dtype, count: int) -> None:
-        self.model, self.arm, self.dtype, self.count = model, arm, dtype, count
+        super().__init__(model, compute_dtype=dtype)
+        self.arm, self.count = arm, count
         self.tasks = Tasks(tokenizer, {}, window=WINDOW)
+
+    def forward(self, ids_BS: Tensor, **mode: Any) -> Any:
+        with self.arm.variant():
+            return super().forward(ids_BS, **{"rounding": SERVING, **self.arm.selects(), **mode})
 
     def samples(self, source: str, length: int, count: int | None = None) -> list[Sample]:
         made = (
@@ -284,36 +271,6 @@ class Probe:
             for number in range(count or self.count)
         )
         return [sample for sample in made if sample is not None]
-
-    def score(self, samples: Sequence[Sample], mode: Mapping[str, Any], *, rows: int = 32) -> Scores:
-        """Samples alone in their rows; `mode` goes to the model's forward."""
-        scores = Scores()
-        for start in range(0, len(samples), rows):
-            part = samples[start : start + rows]
-            ids_BS, target_BS = self.rows(part)
-            self._add(scores, ids_BS, target_BS, mode)
-        return scores
-
-    def rows(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        width = max(len(sample.ids) for sample in samples)
-        width += width % 2
-        ids_BS = torch.zeros(len(samples), width, dtype=torch.int64)
-        target_BS = torch.full_like(ids_BS, -1)
-        for row, sample in enumerate(samples):
-            ids = torch.from_numpy(sample.ids.astype(np.int64))
-            ids_BS[row, : len(ids)] = ids
-            learnt = torch.from_numpy(sample.learn[1:])
-            target_BS[row, : len(ids) - 1] = torch.where(learnt, ids[1:], -1)
-        return ids_BS.to(self.model.device), target_BS.to(self.model.device)
-
-    def _add(self, scores: Scores, ids_BS: Tensor, target_BS: Tensor, mode: Mapping[str, Any]) -> None:
-        with torch.no_grad(), self.arm.variant():
-            given = {"rounding": SERVING, **self.arm.selects(), **mode}
-            logits_BSV = self.model(ids_BS, compute_dtype=self.dtype, **given).logits_BSV
-        learnt_BS = target_BS >= 0
-        logits_TV, target_T = logits_BSV[learnt_BS].float(), target_BS[learnt_BS]
-        scores.nats += F.cross_entropy(logits_TV, target_T, reduction="none").tolist()
-        scores.right += (logits_TV.argmax(-1) == target_T).tolist()
 
     def families(self, mode: Mapping[str, Any]) -> dict[str, float]:
         """The numbers that most comparisons are made of."""
@@ -325,27 +282,17 @@ class Probe:
         for source, length in (("mqar", 128), ("mqar", 256), ("pairs", 256), ("restate", 256)):
             scores = self.score(self.samples(source, length), mode)
             values |= {f"{source}_{length}_ce": scores.ce, f"{source}_{length}_accuracy": scores.accuracy}
-        answers = [self._answers_only(sample) for sample in self.samples("lookup", 256)]
-        scores = self.score(answers, mode)
+        scores = self.score([answers_only(sample) for sample in self.samples("lookup", 256)], mode)
         values |= {"lookup_256_ce": scores.ce, "lookup_256_accuracy": scores.accuracy}
         values["ce"] = statistics.fmean(
             [values["ngram_excess"] + ideal, *(values[f"{n}_ce"] for n in ("mqar_256", "pairs_256", "restate_256"))]
         )
         return values
 
-    @staticmethod
-    def _answers_only(sample: Sample) -> Sample:
-        learn = np.zeros_like(sample.learn)
-        for start, stop in sample.answers:
-            learn[start:stop] = True
-        return Sample(sample.ids, learn, sample.answers)
-
-    def far(self, mode: Mapping[str, Any]) -> dict[str, float]:
+    def far(self) -> dict[str, float]:
         """Accuracy of key-value queries over lengths beyond the trained ones."""
         return {
-            str(length): self.score(
-                self.samples("mqar", length, max(2, self.count * 85 // length)), mode, rows=4
-            ).accuracy
+            str(length): self.score(self.samples("mqar", length, max(2, self.count * 85 // length))).accuracy
             for length in (64, 128, 256, 512, 1024)
         }
 
@@ -355,76 +302,19 @@ class Probe:
         with mock.patch.object(self, "arm", replace(self.arm, variant=_state(kind))):
             yield
 
-    def oracle(self, source: str, length: int) -> Scores:
-        """The teacher's top-k: what dense attention looked at, per batch."""
+    def oracle(self, source: str, length: int) -> float:
+        """Accuracy when every index source takes the teacher's top-k: what dense attention looked at."""
         scores = Scores()
-        samples = self.samples(source, length)
-        for start in range(0, len(samples), 32):
-            ids_BS, target_BS = self.rows(samples[start : start + 32])
-            with torch.no_grad():
-                dense = self.model(ids_BS, compute_dtype=self.dtype, rounding=SERVING, topk="all", collect=True)
+        for part in self.batches(self.samples(source, length)):
+            ids_BS, target_BS = rows(part, self.model.device)
+            dense = self.forward(ids_BS, topk="all", collect=True)
             Oracle.masses = {group.layer: group.mass_TK for group in dense.index_groups}
             with self.state(Oracle):
-                self._add(scores, ids_BS, target_BS, {})
-        return scores
+                scores.add(self.forward(ids_BS).logits_BSV, target_BS)
+        return scores.accuracy
 
-    def indexer(self) -> dict[str, float]:
-        """The indexers' recall of the teacher's best 8 in dense batches, and the experts' load."""
-        found, loads = [], []
-        for source in ("mqar", "pairs", "restate"):
-            ids_BS, _ = self.rows(self.samples(source, 256))
-            with torch.no_grad(), self.arm.variant():
-                output = self.model(ids_BS, compute_dtype=self.dtype, rounding=SERVING, topk="all", collect=True)
-            found.append(float(losses.index_recall(output.index_groups, 8, self.model.config.indexer.topk)))
-            loads.append(losses.expert_loads(output.routers, torch.zeros_like(ids_BS.flatten())))
-        return {"recall_of_8": statistics.fmean(found), "load": float(balance.spread(torch.stack(loads).sum(0)))}
-
-    def decoder_replay(self) -> dict[str, Any]:
-        """What bounded decoder replay costs the first tokens after a prompt, by the prompt's end modulo the window."""
-        return self._replay_cost(
-            lambda ids_BS, cut: (ids_BS, {"window_floor_BS": self._floor(ids_BS, cut)}), shift=0, step=1
-        )
-
-    def encoder_replay(self) -> dict[str, Any]:
-        """The same after a cache miss: a window of rows runs again (the decoder's floor comes with it)."""
-
-        def change(ids_BS: Tensor, cut: int) -> tuple[Tensor, dict[str, Tensor]]:
-            again = torch.cat([ids_BS[:, :cut], ids_BS[:, cut - WINDOW : cut], ids_BS[:, cut:]], 1)
-            return again, {"replay_start_BS": torch.full_like(again, cut)}
-
-        return self._replay_cost(change, shift=WINDOW, step=2)
-
-    @staticmethod
-    def _floor(ids_BS: Tensor, cut: int) -> Tensor:
-        row_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        return torch.where(row_S >= cut - WINDOW, cut - WINDOW, 0).expand_as(ids_BS)
-
-    def _replay_cost(
-        self, change: Callable[[Tensor, int], tuple[Tensor, dict[str, Tensor]]], *, shift: int, step: int
-    ) -> dict[str, Any]:
-        """Nats a token more over the first tokens from a cut on, exact against replayed."""
-        costs: dict[int, list[float]] = {}
-        accuracy = []
-        for source in ("ngram", "restate", "pairs"):
-            ids_BS, target_BS = self.rows(self.samples(source, 256, max(1, self.count // 2)))
-            for offset in range(0, WINDOW, step):
-                cut = 112 + offset
-                mask_BS = torch.zeros_like(target_BS, dtype=torch.bool)
-                mask_BS[:, cut : cut + _ANSWERED] = True
-                exact, replayed = Scores(), Scores()
-                self._add(exact, ids_BS, target_BS.masked_fill(~mask_BS, -1), {})
-                changed_BS, mode = change(ids_BS, cut)
-                moved_BS = torch.full_like(changed_BS, -1)
-                moved_BS[:, cut + shift :] = target_BS[:, cut:].masked_fill(~mask_BS[:, cut:], -1)
-                self._add(replayed, changed_BS, moved_BS, mode)
-                costs.setdefault(offset, []).append(replayed.ce - exact.ce)
-                accuracy.append(replayed.accuracy - exact.accuracy)
-        means = {str(offset): statistics.fmean(values) for offset, values in costs.items()}
-        return {
-            "cost": statistics.fmean(means.values()),
-            "by_offset": means,
-            "accuracy_change": statistics.fmean(accuracy),
-        }
+    def mixed(self, sources: Sequence[str], count: int) -> list[Sample]:
+        return [sample for source in sources for sample in self.samples(source, 256, count)]
 
 
 def measure(model: Transformer, tokenizer: Tokenizer, name: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
@@ -435,8 +325,8 @@ def measure(model: Transformer, tokenizer: Tokenizer, name: str, dtype: torch.dt
     result: dict[str, Any] = {
         "serving": probe.families({}),
         "unrounded": probe.families({"rounding": Rounding.none()}),
-        "far": probe.far({}),
-        "indexer": probe.indexer(),
+        "far": probe.far(),
+        "indexer": asdict(probe.indexers(probe.mixed(("mqar", "pairs", "restate"), count))),
         "prefill_flops_per_token": sum(
             prefill_flops(model.config, 4096, "off" if name == "own_kv" else "bounded").values()
         )
@@ -445,7 +335,7 @@ def measure(model: Transformer, tokenizer: Tokenizer, name: str, dtype: torch.dt
     if name not in ("base", "no_stage_c"):
         return result
     result["rounding_off"] = {
-        part: probe.families({"rounding": replace(SERVING, **{p: False for p in parts})})
+        part: probe.families({"rounding": replace(SERVING, **dict.fromkeys(parts, False))})
         for part, parts in {
             "fp4": ("main_kv", "index"),
             "main_kv": ("main_kv",),
@@ -457,13 +347,14 @@ def measure(model: Transformer, tokenizer: Tokenizer, name: str, dtype: torch.dt
     result["random_selection"] = probe.families({"selection": "random"})
     result["all_entries"] = probe.families({"topk": "all"})
     result["oracle"] = {
-        f"{source}_{length}_accuracy": probe.oracle(source, length).accuracy
+        f"{source}_{length}_accuracy": probe.oracle(source, length)
         for source, length in (("mqar", 128), ("mqar", 256), ("pairs", 256), ("restate", 256))
     }
     with probe.state(NoPool):
         result["no_pool"] = probe.families({})
-    result["decoder_replay"] = probe.decoder_replay()
-    result["encoder_replay"] = probe.encoder_replay()
+    replayed = probe.mixed(("ngram", "restate", "pairs"), max(1, count // 2))
+    result["decoder_replay"] = asdict(probe.decoder_replay(replayed, _CUT))
+    result["encoder_replay"] = asdict(probe.encoder_replay(replayed, _CUT))
     compressed = model.token_map.compressed_V
     shuffled = compressed[torch.randperm(len(compressed), generator=torch.Generator().manual_seed(1))]
     with mock.patch.object(model.token_map, "compressed_V", shuffled):

@@ -139,7 +139,7 @@ CLAIMS = (
         "teacher",
         "recall of the teacher's best 8, all served layers above source only",
         "source_only",
-        lambda b, o: 100 * (_at(b, "indexer", "recall_of_8") - _at(o, "indexer", "recall_of_8")),
+        lambda b, o: 100 * (_at(b, "indexer", "recall") - _at(o, "indexer", "recall")),
         "report",
         None,
         "points",
@@ -381,7 +381,7 @@ def _page(runs: Runs, lines: list[dict[str, Any]]) -> str:
         ("pairs, 256", ("serving", "pairs_256_accuracy"), 100.0, ".1f"),
         ("restated, 256", ("serving", "restate_256_accuracy"), 100.0, ".1f"),
         ("lookups, 256", ("serving", "lookup_256_accuracy"), 100.0, ".1f"),
-        ("recall of best 8", ("indexer", "recall_of_8"), 100.0, ".1f"),
+        ("recall of best 8", ("indexer", "recall"), 100.0, ".1f"),
         ("load", ("indexer", "load"), 1.0, ".2f"),
     )
     head = " | ".join(["arm", "runs", *(name for name, *_ in columns)])
