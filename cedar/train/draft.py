@@ -285,6 +285,8 @@ class Trainer:
         self.biases = [block.ffn.gate.bias for block in self.draft.mtp]
         self.schedule = ScheduleConfig(warmup_steps=1, warmup_share=0.04, decay_from=0.3, decay_to=1.0, final_rate=0.02)
         self.total_steps = self.total_steps or self.run.steps
+        if self.run.graphs and self.draft.target.device.type == "cuda":
+            self.optimizers.capture_steps()
         self._captured: dict[tuple[int, bool], tuple[Any, Tensor, Tensor, Tensor, Tensor]] = {}
         self._pool: Any = None
         self.rows = [(~part.text.held_out_N).nonzero().flatten() for part in self.features]
