@@ -258,6 +258,8 @@ class SequenceState:
         self._write_floor = 0
         # where a snapshot began: its windows and tails reach back no further
         self._restored_at = 0
+        # the farthest that rows were written: those of a roll-back have overwritten older ones
+        self._farthest = 0
         # position from which an exact rebuild needs whole encoder rows, 0 if there was none
         self._exact_stop = 0
         # room for rejected drafts beside the window (serving.md 2.4)
@@ -341,6 +343,7 @@ class SequenceState:
     def advance(self, ids_T: Tensor) -> None:
         """The rows of `ids_T` are done."""
         self.num_tokens += ids_T.shape[0]
+        self._farthest = max(self._farthest, self.num_tokens)
         self._history = torch.cat([self._history, ids_T])[-self._history.shape[0] :]
 
     def resume_bounded(self, ids_T: Tensor, cached_tokens: int) -> int:
@@ -414,6 +417,8 @@ class SequenceState:
     def reset(self, mark: Mark) -> None:
         """Undo what a failed step of no more than the rings' spare rows has written."""
         self.tails = dict(mark[0])
+        # what the step wrote past the end has taken the place of the oldest rows
+        self._restored_at = self.num_tokens
         for source, (num_entries, num_keys) in mark[1].items():
             self.entries[source].truncate(num_entries)
             self.keys[source].truncate(num_keys)
@@ -472,7 +477,7 @@ class SequenceState:
             for layer, (content_1C, gate_1C) in snapshot.tails.items()
         }
         self._remember(snapshot.recent_L)
-        self._restored_at = self.num_tokens
+        self._restored_at = self._farthest = self.num_tokens
 
     def fork(self, make_store: MakeStore | None = None) -> SequenceState:
         """The same sequence once more; what one does from here on leaves the other as it is.
@@ -497,7 +502,7 @@ class SequenceState:
             selection_rule=self.selection_rule,
             make_store=make_store or copied,
         )
-        for name in (*self._MARKS, "num_tokens", "_restored_at"):
+        for name in (*self._MARKS, "num_tokens", "_restored_at", "_farthest"):
             setattr(other, name, getattr(self, name))
         slot_R = torch.arange(self.num_slots, device=self.device)
         for mine, theirs in zip(self.windows, other.windows, strict=True):
@@ -509,7 +514,7 @@ class SequenceState:
     @property
     def oldest_kept(self) -> int:
         """The fewest tokens that `roll_back` can go back to."""
-        reach = self.num_tokens - self.num_tail_rows + 1
+        reach = self._farthest - self.num_tail_rows + 1
         return max(self._prompt_stop, self._write_floor, self._restored_at, reach)
 
     def roll_back(self, num_tokens: int) -> None:
@@ -521,7 +526,7 @@ class SequenceState:
         if not self.oldest_kept <= num_tokens <= self.num_tokens:
             raise CapacityError(
                 f"cannot roll back from token {self.num_tokens} to {num_tokens}: "
-                f"at most {self.num_tail_rows - 1} tokens, and not before {self.oldest_kept}"
+                f"at most {self.num_tail_rows - 1} tokens behind the farthest, here not before {self.oldest_kept}"
             )
         dropped = self.num_tokens - num_tokens
         if dropped == 0:
