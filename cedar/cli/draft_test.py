@@ -95,8 +95,8 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
     """Tokens a second of each mode, acceptance on stories and templates, and whether the answers are the same.
 
     Returns:
-        `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all drafts
-        verified, and for each batch the modes.
+        `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all
+        drafts verified, and for each batch the modes.
 
     Raises:
         ConfigError: The model has no draft.
@@ -188,7 +188,7 @@ def _together(engine: Engine, prompts: list[list[int]], plan: Plan, mode: Mode) 
 
 
 def _identity(files: ModelFiles, prompts: list[list[int]], plan: Plan) -> tuple[int, int]:
-    """(answers that are the same with drafts and without, answers that differ), in deterministic mode, mixed batches."""
+    """(answers that are the same with drafts and without, answers that differ), many at once in deterministic mode."""
     engine = start_engine(files, ServeConfig(strict_cache=True))
     try:
         chosen = [prompts[i % len(prompts)] for i in range(plan.identity_prompts)]
@@ -206,7 +206,8 @@ def as_text(values: dict[str, Any]) -> str:
         + (f"the same ({values['identical_answers']})" if values["identical"] else "DIFFER"),
         "tokens a step with all drafts: "
         + ", ".join(f"{kind} {number:.2f}" for kind, number in values["acceptance"].items()),
-        f"{'batch':>5} {'drafts':>6} {'tokens/s':>9} {'speedup':>8} {'tokens a step':>14} {'verified':>9} {'wasted':>7}",
+        f"{'batch':>5} {'drafts':>6} {'tokens/s':>9} {'speedup':>8} "
+        f"{'tokens a step':>14} {'verified':>9} {'wasted':>7}",
     ]
     for batch in values["batches"]:
         for mode, run in batch["modes"].items():

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cedar.checkpoint.read import load_weights, read_checkpoint
 from cedar.checkpoint.resume import TrainState, load_newest, save_state
 from cedar.checkpoint.write import COMPANIONS, write_checkpoint
 from cedar.config.model import ModelConfig
+from cedar.config.presets import with_draft
 from cedar.config.rounding import Rounding
 from cedar.config.train import OptimConfig, ScheduleConfig
 from cedar.errors import ConfigError, FormatError
@@ -130,16 +131,14 @@ class Blocks:
 
 def draft_config(config: ModelConfig, run: DraftTrainConfig) -> ModelConfig:
     """The target's config with draft blocks. Raises ConfigError."""
-    draft = replace(
-        config.draft,
+    return with_draft(
+        config,
         num_blocks=run.blocks,
         block_size=run.block_size,
         num_routed_experts=run.experts,
         num_experts_per_token=run.experts_per_token,
         markov_rank=run.markov_rank,
     )
-    ratios = config.attention.compress_ratios[: config.num_layers] + (0,) * run.blocks
-    return replace(config, draft=draft, attention=replace(config.attention, compress_ratios=ratios))
 
 
 def weights_hash(model: Transformer) -> str:
