@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,7 @@ class Trainer:
     report: Callable[[str], None] = print
     step: int = 0
     total_steps: int = 0
-    recent: list[float] = field(default_factory=list)
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         config = OptimConfig(learning_rate=self.run.learning_rate, weight_decay=0.0)
@@ -303,8 +303,9 @@ class Trainer:
         score_NL = torch.rand(run.rows, features.anchor_NL.shape[1], generator=generator).to(device)
         score_NL = score_NL.masked_fill(~features.anchor_NL[row_N], -1)
         position_NA = score_NL.topk(min(run.anchors, score_NL.shape[1]), dim=-1).indices
-        rounded = self.step >= run.rounded_from * self.total_steps
-        values_5, load_BE = self._pass(which, row_N, position_NA, rounded)
+        # once on it stays on, though the number of steps to come is a guess
+        self.rounded = self.rounded or self.step >= run.rounded_from * self.total_steps
+        values_5, load_BE = self._pass(which, row_N, position_NA, self.rounded)
         self.optimizers.step(run.learning_rate * rate_at(self.step, self.total_steps, self.schedule))
         if self._captured:
             torch._foreach_zero_([p.grad for p in draft.parameters() if p.grad is not None])
@@ -365,12 +366,16 @@ class Trainer:
     def fit(self) -> None:
         """To the end of the run or of the time, saving on the way."""
         saved = self.step
-        while self.step < self.total_steps and not self.clock.is_over():
+        # with a budget of time the number of steps is a guess
+        while (self.step < self.total_steps or self.clock.minutes is not None) and not self.clock.is_over():
             start = time.monotonic()
+            captured, was_warm = len(self._captured), self.optimizers.is_warm
             values_5 = self.fit_step()
             logs = self.step % self.run.log_every == 0
             numbers = values_5.tolist() if logs or self.step % 20 == 0 else []
-            self.clock.recent_s.append(time.monotonic() - start)
+            # a step that captures says nothing of the speed to come
+            if was_warm and len(self._captured) == captured:
+                self.clock.recent_s.append(time.monotonic() - start)
             self.total_steps = self.clock.total_steps(self.step, self.total_steps)
             if numbers and not math.isfinite(numbers[0]):
                 raise ConfigError(f"the loss is {numbers[0]} at step {self.step}: lower the learning rate")
@@ -384,7 +389,7 @@ class Trainer:
 
     def _log(self, numbers: list[float]) -> None:
         loss, ce, l1, confidence, acceptance = numbers
-        seconds = statistics.fmean(self.clock.recent_s)
+        seconds = statistics.fmean(self.clock.recent_s) if self.clock.recent_s else math.inf
         self.report(
             f"step {self.step}/{self.total_steps}  loss {loss:.3f}  ce {ce:.3f}  l1 {l1:.3f}  "
             f"confidence {confidence:.3f}  first accepted {acceptance:.3f}  {1 / seconds:.1f} steps/s"
@@ -406,6 +411,7 @@ class Trainer:
                 **self.meta,
                 "updates": self.optimizers.updates,
                 "total_steps": self.total_steps,
+                "rounded": self.rounded,
                 "elapsed_s": self.clock.elapsed_s,
             },
         )
@@ -427,6 +433,7 @@ class Trainer:
         self.draft.load_state_dict(dict(state.model))
         self.optimizers.load(dict(state.optimizer), state.meta["updates"])
         self.step, self.clock.before_s = state.step, state.meta["elapsed_s"]
+        self.rounded = state.meta["rounded"]
         if self.clock.minutes is not None:
             self.total_steps = state.meta["total_steps"]
         return True
