@@ -153,6 +153,8 @@ class CacheManager:
         self.snapshots = SnapshotPool(snapshot_bytes, snapshot_ttl_s)
         self.metrics = CacheMetrics()
         self._dtype, self._store, self._shared = dtype, store, shared
+        if store is not None:
+            store.divide(tuple(self.pool.layout.sections.values()))
         assert shared is None or host_bytes, "what comes from a shared tier needs host memory to arrive in"
         self._host = HostTier(host_bytes) if host_bytes else None
         # pages that leave memory go there, unless memory is the host's own
@@ -560,7 +562,7 @@ class CacheManager:
         for page in pages:
             table.adopt(page)
             self.pool.release(page)
-        loading = Loading(list(zip(found, pages, strict=True)), self.pool, self._store)
+        loading = Loading(list(zip(found, pages, strict=True)), self.pool, self._store, self._host)
         self._loaders.submit(loading.run)
         return loading
 

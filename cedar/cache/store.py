@@ -218,7 +218,6 @@ class PageStore:
         fingerprint: Weights, config and format that the pages belong to; another one sees none of them.
         payload_bytes: Bytes of a page.
         budget_bytes: Segment files of all processes together.
-        parts: Bytes of each part of a page that is read by itself; the whole page by default.
         day_bytes: What all processes together may write in a day; None sets no limit.
         read_only: Open what is there; write no page.
 
@@ -234,13 +233,11 @@ class PageStore:
         fingerprint: bytes,
         payload_bytes: int,
         budget_bytes: int,
-        parts: Sequence[int] | None = None,
         day_bytes: int | None = None,
         read_only: bool = False,
     ) -> None:
         self.payload_bytes, self.day_bytes = payload_bytes, day_bytes
-        self.parts = (payload_bytes,) if parts is None else tuple(parts)
-        assert sum(self.parts) == payload_bytes and len(self.parts) <= MAX_PARTS
+        self.parts: tuple[int, ...] = (payload_bytes,)
         self.record_bytes = -(-(PAGE_HEADER_BYTES + payload_bytes) // PAGE_DISK_UNIT) * PAGE_DISK_UNIT
         if budget_bytes < 2 * self.record_bytes:
             raise CapacityError(f"a disk tier of {budget_bytes} bytes holds no page of {self.record_bytes}")
@@ -271,6 +268,11 @@ class PageStore:
         self._sweep()
         self._thread = threading.Thread(target=self._write_loop, name="cedar-store", daemon=True)
         self._thread.start()
+
+    def divide(self, parts: Sequence[int]) -> None:
+        """Say of how many bytes the parts of a page are that `read_part` reads; before the first page is written."""
+        assert sum(parts) == self.payload_bytes and len(parts) <= MAX_PARTS, parts
+        self.parts = tuple(parts)
 
     # -- reading
 

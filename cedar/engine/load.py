@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import cedar
 from cedar.chat.encode import END_OF_ANSWER
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cedar.model.transformer import Transformer
 
 # goes up when the bytes of a page, or what they depend on, change
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BUNDLED = "bundled"
 BUNDLED_NAME = "cedar"
 
@@ -128,8 +128,18 @@ def open_model(path: str | Path = BUNDLED, *, name: str | None = None) -> ModelF
     )
 
 
-def load_model(files: ModelFiles, *, device: str | None = None, dtype: torch.dtype | None = None) -> Transformer:
+def load_model(
+    files: ModelFiles,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    engram: Literal["memory", "mapped", "disk"] = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
+) -> Transformer:
     """The model, ready to run: on the GPU in bfloat16 if there is one, else on the CPU in float32.
+
+    Args:
+        engram: Where Engram's tables lie, see `cedar.checkpoint.read.read_checkpoint`.
 
     Raises:
         FormatError: The checkpoint is not what its config says.
@@ -140,7 +150,7 @@ def load_model(files: ModelFiles, *, device: str | None = None, dtype: torch.dty
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    return read_checkpoint(files.path, dtype=dtype, device=device)
+    return read_checkpoint(files.path, dtype=dtype, device=device, engram=engram, engram_cache_bytes=engram_cache_bytes)
 
 
 def fingerprint(files: ModelFiles) -> bytes:
@@ -178,6 +188,7 @@ def open_store(files: ModelFiles, config: ServeConfig, *, read_only: bool = Fals
         fingerprint=fingerprint(files),
         payload_bytes=page_bytes(files.config),
         budget_bytes=config.cache_disk_bytes,
+        day_bytes=config.cache_day_bytes,
         read_only=read_only,
     )
 
@@ -190,6 +201,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         ConfigError: `cache_bytes` holds less than two pages.
     """
     from cedar.cache.manager import CacheManager
+    from cedar.cache.shared import SharedStore
     from cedar.cache.turns import ReplayMap
     from cedar.engine.engine import Engine
     from cedar.model.sequence import Snapshot
@@ -198,9 +210,16 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     num_pages = config.cache_bytes // page_bytes(files.config)
     if num_pages < 2:
         raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
-    model = load_model(files)
+    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes)
     mark = fingerprint(files)
     store = None if config.cache_dir is None else open_store(files, config)
+    shared = None
+    if config.cache_shared is not None:
+        shared = SharedStore(
+            config.cache_shared,
+            fingerprint=mark,
+            payload_bytes=page_bytes(files.config),
+        )
     turns = None
     if config.exact_turn_replay:
         turns = ReplayMap(files.tokenizer, mark, max_turns=config.replay_turns, store=store)
@@ -210,10 +229,12 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         dtype=model.dtype,
         device=model.device,
         strict=config.strict_cache,
-        snapshot_bytes=config.snapshot_bytes,
+        snapshot_bytes=config.snapshot_budget,
         snapshot_ttl_s=config.snapshot_ttl_s,
         fingerprint=mark,
+        host_bytes=config.cache_host_bytes if shared is not None or model.device.type != "cpu" else 0,
         store=store,
+        shared=shared,
         read_snapshot=Snapshot.from_bytes,
         turns=turns,
     )
