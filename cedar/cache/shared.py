@@ -160,9 +160,7 @@ class SharedStore:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            packed = pack_record(item, PAGE_HEADER_BYTES + self.payload_bytes, (self.payload_bytes,)) + squeezed(
-                item.tokens
-            )
+            packed = pack_record(item, PAGE_HEADER_BYTES + self.payload_bytes, (self.payload_bytes,))
             try:
                 path = self._path(item.parent, item.key)
                 self._api.put(self._store, path, packed + squeezed(item.tokens), mode="create")
