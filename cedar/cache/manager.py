@@ -332,6 +332,13 @@ class CacheManager:
         self._whole(lease)
         return Lease(lease.table.fork(), lease.salt, lease.plan, lease.node, lease.published, lease.keep)
 
+    def rewind(self, lease: Lease, num_tokens: int) -> None:
+        """The sequence goes on from its first `num_tokens` tokens; what it published beyond stays as it is."""
+        lease.table.truncate(num_tokens)
+        while lease.published > num_tokens:
+            assert lease.node.parent is not None
+            lease.node, lease.published = lease.node.parent, lease.published - PAGE_TOKENS
+
     def swap_out(self, lease: Lease) -> list[bytes]:
         """The lease's pages as bytes; the lease holds none any more.
 

@@ -202,7 +202,14 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its directory otherwise.")] = None,
     context: Annotated[int | None, CONTEXT] = None,
-    prefill_chunk: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens per step.")] = 256,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Rows of a step, prompts and answers together; by the device."),
+    ] = None,
+    target_tpot: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Time between tokens to keep: prompts make way for streams."),
+    ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name that clients may use; * takes any. Repeat for more.")
     ] = None,
@@ -234,7 +241,7 @@ def serve(
     import time
 
     from cedar.config.serve import ServeConfig
-    from cedar.engine.load import open_model, start_engine
+    from cedar.engine.load import context_tokens, open_model, start_engine
     from cedar.planner.fit import parse_bytes
     from cedar.planner.kv import global_bytes_per_token
     from cedar.server.run import listen, serve
@@ -245,7 +252,8 @@ def serve(
         host=host,
         port=port,
         max_context=context,
-        prefill_chunk=prefill_chunk,
+        max_step_tokens=step_tokens,
+        target_tpot_s=target_tpot,
         aliases=tuple(alias or ()),
         api_key_file=api_key_file,
         drain_s=drain,
@@ -255,6 +263,9 @@ def serve(
         cache_disk_bytes=parse_bytes(cache_disk),
         strict_cache=strict_cache,
     )
+    held = context_tokens(files, config)
+    limit = files.config.max_position_embeddings if context is None else context
+    short = f" ({cache_memory} of pages hold no more; --cache-memory)" if held < limit and context is None else ""
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -262,7 +273,7 @@ def serve(
     print(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
-        f"context {config.context(files.config):,} tokens\n"
+        f"context {held:,} tokens{short}\n"
         f"page     {url}/\n"
         f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"

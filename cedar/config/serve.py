@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cedar.config.load import nearest
-from cedar.config.model import ModelConfig
 from cedar.errors import ConfigError
 
 
@@ -20,7 +19,10 @@ class ServeConfig:
 
     Attributes:
         max_context: Longest prompt plus answer in tokens; None means what the model's config allows.
-        prefill_chunk: Prompt tokens per step. A cancel, and the progress a client sees, waits for one step.
+        max_step_tokens: Rows of a step, of prompts and of answers together; None means 272 on a CPU and 4,096 on a
+            GPU. A cancel, and the progress a client sees, waits for one step.
+        target_tpot_s: Time between two tokens of a stream that 95 in 100 should keep: prompts make way for it. None
+            has no target.
         max_waiting: Requests that may queue; more are told to come back later.
         max_body_bytes: Largest request body.
         ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
@@ -53,7 +55,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_context: int | None = None
-    prefill_chunk: int = 256
+    max_step_tokens: int | None = None
+    target_tpot_s: float | None = None
     max_waiting: int = 256
     max_body_bytes: int = 48 * 2**20
     ping_s: float = 10.0
@@ -79,7 +82,10 @@ class ServeConfig:
     cache_host_bytes: int = 512 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("prefill_chunk", "max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
+        for name in ("max_step_tokens", "target_tpot_s"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+        for name in ("max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.drain_s < 0:
@@ -116,11 +122,6 @@ class ServeConfig:
         Source: serving.md 4.1.
         """
         return self.cache_bytes // 9 if self.snapshot_bytes is None else self.snapshot_bytes
-
-    def context(self, config: ModelConfig) -> int:
-        """Longest prompt plus answer that this server takes with that model."""
-        limit = config.max_position_embeddings
-        return limit if self.max_context is None else min(limit, self.max_context)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

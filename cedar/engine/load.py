@@ -12,7 +12,7 @@ import cedar
 from cedar.chat.encode import END_OF_ANSWER
 from cedar.chat.tokenizer import EOS, Tokenizer
 from cedar.config.load import load_config
-from cedar.config.model import ModelConfig
+from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.config.serve import GenerationDefaults, ServeConfig, load_generation_defaults
 from cedar.engine.request import SamplingParams
 from cedar.errors import ConfigError
@@ -193,23 +193,47 @@ def open_store(files: ModelFiles, config: ServeConfig, *, read_only: bool = Fals
     )
 
 
-def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
-    """Read the weights and start the thread that serves them.
+def context_tokens(files: ModelFiles, config: ServeConfig) -> int:
+    """Longest prompt plus answer that such a server takes: what the model, its pages and the setting all allow.
 
     Raises:
-        FormatError: The checkpoint is not what its config says, or `cache_dir` holds another format.
-        ConfigError: `cache_bytes` holds less than two pages.
+        ConfigError: `cache_bytes` holds fewer than two pages, or fewer tokens than `max_context` asks for.
     """
-    from cedar.cache.manager import CacheManager
-    from cedar.cache.shared import SharedStore
-    from cedar.cache.turns import ReplayMap
-    from cedar.engine.engine import Engine
-    from cedar.model.sequence import Snapshot
     from cedar.planner.kv import page_bytes
 
     num_pages = config.cache_bytes // page_bytes(files.config)
     if num_pages < 2:
         raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
+    # a sequence must fit alone, beside a shared copy of its last page
+    held = (num_pages - 1) * PAGE_TOKENS
+    limit = files.config.max_position_embeddings
+    wanted = limit if config.max_context is None else min(config.max_context, limit)
+    if config.max_context is not None and wanted > held:
+        need = (-(-wanted // PAGE_TOKENS) + 1) * page_bytes(files.config)
+        raise ConfigError(
+            f"a context of {wanted:,} tokens needs {need:,} bytes of pages, cache_bytes is {config.cache_bytes:,}, "
+            f"enough for {held:,} tokens: raise --cache-memory or lower --context"
+        )
+    return min(wanted, held)
+
+
+def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
+    """Read the weights and start the thread that serves them.
+
+    Raises:
+        FormatError: The checkpoint is not what its config says, or `cache_dir` holds another format.
+        ConfigError: As `context_tokens`, or `max_step_tokens` does not hold a row of each of `max_running`.
+    """
+    from cedar.cache.manager import CacheManager
+    from cedar.cache.shared import SharedStore
+    from cedar.cache.turns import ReplayMap
+    from cedar.engine.engine import Engine
+    from cedar.engine.scheduler import SchedulerConfig
+    from cedar.model.sequence import Snapshot
+    from cedar.planner.kv import page_bytes
+
+    context = context_tokens(files, config)
+    num_pages = config.cache_bytes // page_bytes(files.config)
     model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes)
     mark = fingerprint(files)
     store = None if config.cache_dir is None else open_store(files, config)
@@ -240,9 +264,13 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     )
     return Engine(
         model,
-        max_context=config.max_context,
-        prefill_chunk=config.prefill_chunk,
+        max_context=context,
         max_waiting=config.max_waiting,
-        max_running=config.max_running,
+        scheduling=SchedulerConfig(
+            max_running=config.max_running,
+            # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
+            max_step_tokens=config.max_step_tokens or (272 if model.device.type == "cpu" else 4096),
+            target_tpot_s=config.target_tpot_s,
+        ),
         cache=cache,
     )

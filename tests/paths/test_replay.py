@@ -14,6 +14,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
 from cedar.errors import CapacityError
 from cedar.kernels.dispatch import deterministic
+from cedar.model.batch import Part
 from cedar.model.sequence import SequenceState, exact_span
 from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
@@ -55,7 +56,7 @@ def visible(state: SequenceState) -> list[Tensor]:
     ]
     reach = state.config.attention.sliding_window - 1
     for layer, store in enumerate(state.windows):
-        floor = max(state.num_tokens - reach, state.window_floor(layer), 0)
+        floor = min(max(state.num_tokens - reach, state.window_floor(layer), 0), state.num_tokens)
         rows += store.read(torch.arange(floor, state.num_tokens) % state.num_slots)
     if state.num_tokens % 2:
         rows += [half[-1:] for pair in state.tails.values() for half in pair]
@@ -266,7 +267,7 @@ def test_a_batch_of_sequences_is_each_alone(small: Transformer) -> None:
             steps = []
             for i in range(4):
                 parts = [ids[number][lengths[number] + i : lengths[number] + i + 1] for number in order]
-                steps.append(small.decode_many(states, parts))
+                steps.append(small.step([Part(state=s, ids_T=i) for s, i in zip(states, parts, strict=True)]))
             for place, number in enumerate(order):
                 assert torch.equal(torch.cat([step[place] for step in steps]), alone[number][0])
                 assert same(visible(states[place]), visible(alone[number][1]))
@@ -282,6 +283,46 @@ def test_a_batch_may_mix_one_row_and_several(small: Transformer) -> None:
         copy.restore(state.snapshot())
     ids = [torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
     with deterministic():
-        together = small.decode_many(states, ids)
+        together = small.step([Part(state=s, ids_T=i) for s, i in zip(states, ids, strict=True)])
         for copy, part, rows in zip(copies, ids, together, strict=True):
             assert torch.equal(small.decode(copy, part), rows)
+
+
+@pytest.mark.parametrize("replay", [*REPLAYS, "off"])
+def test_a_step_of_mixed_rows_is_each_alone(small: Transformer, replay: DecoderReplay) -> None:
+    """Decode rows, drafted rows, chunks before, across and at the end of the last window, replayed rows."""
+    window = small.config.attention.sliding_window
+    donor = small.new_state(decoder_replay=replay)
+    given = random_ids(small.config, 700, 1)
+    small.prefill(donor, given[:600])
+
+    def make() -> list[Part]:
+        """(state, rows) of each kind, fresh."""
+        parts = []
+        for number, (held, rows, prompt) in enumerate(
+            [(40, 1, None), (41, 6, None), (0, 300, 700), (90, 33, 123), (7, 2 * window, 7 + 3 * window), (0, 1, 1)]
+        ):
+            state = small.new_state(decoder_replay=replay)
+            ids = random_ids(small.config, held + rows, number)
+            if held:
+                small.prefill(state, ids[:held], prompt_tokens=prompt or held)
+            parts.append(Part(state=state, ids_T=ids[held:], prompt_tokens=prompt))
+        for exact in (True, False):
+            state = with_entries(small, donor, 600, replay)
+            if exact and replay != "off":
+                start = state.resume_exact(given, 600, 650)
+            else:
+                start = state.resume_bounded(given, 600)
+            parts.append(Part(state=state, ids_T=given[start:640], prompt_tokens=650))
+        return parts
+
+    with deterministic():
+        together, alone = make(), make()
+        logits = small.step(together)
+        for part, one, rows in zip(together, alone, logits, strict=True):
+            want = small.step([one])[0]
+            assert torch.equal(rows, want)
+            assert rows.shape[0] == (
+                len(part.ids_T) if part.prompt_tokens is None else part.state.num_tokens == part.prompt_tokens
+            )
+            assert same(visible(part.state), visible(one.state))
