@@ -236,7 +236,7 @@ class PageStore:
         day_bytes: int | None = None,
         read_only: bool = False,
     ) -> None:
-        self.payload_bytes, self.day_bytes = payload_bytes, day_bytes
+        self.payload_bytes, self.day_bytes, self.fingerprint = payload_bytes, day_bytes, fingerprint
         self.parts: tuple[int, ...] = (payload_bytes,)
         self.record_bytes = -(-(PAGE_HEADER_BYTES + payload_bytes) // PAGE_DISK_UNIT) * PAGE_DISK_UNIT
         if budget_bytes < 2 * self.record_bytes:
