@@ -1,8 +1,8 @@
 """What engine and cache add to the model's own time while eight sequences decode. Run `python -m benchmarks.overhead`.
 
-The model's own time is that of `Transformer.step` over states that hold their rows in plain buffers. Against it stand the
-same steps as an engine runs them: over pages, with sampling, publishing, events and everything else of its loop. Times
-are CPU seconds of the thread that computes, so that other jobs on the machine do not count.
+The model's own time is that of `Transformer.step` over states that hold their rows in plain buffers. Against it stand
+the same steps, token for token, as an engine runs them: over pages, with sampling, publishing, events and everything
+else of its loop. Times are CPU seconds of the thread that computes, so that other jobs on the machine count less.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import cProfile
 import pstats
 import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from cedar.cache.manager import CacheManager
 from cedar.engine.engine import Engine
 from cedar.engine.load import load_model, open_model
-from cedar.engine.request import Request, SamplingParams
+from cedar.engine.request import Event, Finished, Request, SamplingParams
 from cedar.model.batch import Part
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
@@ -34,6 +35,7 @@ class Clocked:
     def __init__(self, model: Transformer, batch: int, profile: cProfile.Profile | None) -> None:
         self._model, self._batch, self._profile = model, batch, profile
         self.spans: list[tuple[float, float]] = []
+        self.ids: list[list[Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -46,6 +48,7 @@ class Clocked:
         logits = self._model.step(parts)
         if whole:
             self.spans.append((began, time.thread_time()))
+            self.ids.append([part.ids_T for part in parts])
             if self._profile is not None:
                 self._profile.enable()
         return logits
@@ -56,23 +59,23 @@ def prompts(batch: int, length: int, vocab: int) -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(vocab - 16) for _ in range(length)) for _ in range(batch)]
 
 
-def bare(model: Transformer, given: list[tuple[int, ...]], steps: int) -> list[float]:
-    """Seconds of each step of the model alone."""
+def bare(model: Transformer, given: list[tuple[int, ...]], steps: list[list[Tensor]]) -> list[float]:
+    """Seconds of each step of the model alone, over the tokens that an engine chose."""
     states = [model.new_state() for _ in given]
     for state, ids in zip(states, given, strict=True):
         model.prefill(state, torch.tensor(ids), last_only=True)
-    one_T, took = torch.tensor([5]), []
-    for _ in range(steps):
+    took = []
+    for ids in steps:
         began = time.thread_time()
-        model.step([Part(state=state, ids_T=one_T) for state in states])
+        model.step([Part(state=state, ids_T=part_T) for state, part_T in zip(states, ids, strict=True)])
         took.append(time.thread_time() - began)
     return took
 
 
 def in_engine(
     model: Transformer, given: list[tuple[int, ...]], steps: int, profile: cProfile.Profile | None = None
-) -> tuple[list[float], list[float]]:
-    """(seconds of each step inside the model, seconds between one step's end and the next one's begin)."""
+) -> tuple[list[float], list[float], list[list[Tensor]]]:
+    """(seconds of each step inside the model, seconds between one step's end and the next one's begin, the tokens)."""
     clocked = Clocked(model, len(given), profile)
     cache = CacheManager(
         model.config,
@@ -85,13 +88,20 @@ def in_engine(
     )
     engine = Engine(clocked, cache=cache)
     sampling = SamplingParams(temperature=0.8, top_p=0.95, seed=1, max_tokens=steps + 4 * len(given))
-    for handle in [engine.submit(Request(prompt_ids=ids, sampling=sampling)) for ids in given]:
-        for _ in handle:
-            pass
+    done = threading.Semaphore(0)
+
+    def note(event: Event) -> None:
+        if isinstance(event, Finished):
+            done.release()
+
+    for ids in given:
+        engine.submit(Request(prompt_ids=ids, sampling=sampling), note)
+    for _ in given:
+        done.acquire()
     engine.close()
     spans = clocked.spans
     between = [later[0] - earlier[1] for earlier, later in zip(spans, spans[1:], strict=False)]
-    return [end - began for began, end in spans], between
+    return [end - began for began, end in spans], between, clocked.ids
 
 
 def main() -> None:
@@ -107,10 +117,10 @@ def main() -> None:
     given = prompts(options.batch, options.prompt, model.config.vocab_size)
     own, inside, between = [], [], []
     for _ in range(options.rounds):
-        own += bare(model, given, options.steps)
-        one, other = in_engine(model, given, options.steps)
+        one, other, ids = in_engine(model, given, options.steps)
         inside += one
         between += other
+        own += bare(model, given, ids)
     alone, paged, rest = (statistics.median(times) * 1000 for times in (own, inside, between))
     print(f"batch {options.batch}, prompts of {options.prompt}, {len(inside)} steps: medians of CPU time a step")
     print(f"model alone             {alone:7.2f} ms")
