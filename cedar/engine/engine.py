@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cedar.cache.loading import LoadFailed
 from cedar.cache.manager import CacheManager, Plan
 from cedar.cache.prefix import Node
 from cedar.config.model import PAGE_TOKENS, ModelConfig
@@ -64,6 +65,8 @@ log = logging.getLogger(__name__)
 
 # waiting prompts that are looked up in the cache each time there is room
 _LOOKED_AT = 16
+# how long a prompt waits for its pages from a shared tier, and how often an idle engine looks
+_FETCH_LIMIT_S, _FETCH_WAIT_S = 10.0, 0.005
 
 
 class ModelLike(Protocol):
@@ -77,6 +80,8 @@ class ModelLike(Protocol):
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
     def step(self, parts: Several[Part]) -> list[Tensor]: ...
+
+    def prefetch(self, ids_T: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -373,6 +378,10 @@ class Engine:
                 looked_at = list(self._waiting[:_LOOKED_AT])
             chosen = self._choose(looked_at)
             if chosen is None:
+                if looked_at and not self._running:
+                    # their pages are on the way from the shared tier
+                    with self._changed:
+                        self._changed.wait(_FETCH_WAIT_S)
                 return
             with self._changed:
                 self._waiting.remove(chosen)
@@ -400,12 +409,21 @@ class Engine:
                 return sequence
             request = sequence.request
             if self.cache is not None and request.replay != "off":
+                if not self._fetched(sequence, self.cache, now):
+                    continue
                 cached = self.cache.cached_tokens(request.prompt_ids, request.salt)
                 if waits_for_another(sequence, cached, self._running):
                     continue
             remaining = len(sequence.tokens) - cached
             ranked.append((order_key(sequence, remaining, now, self.scheduling, self._rows_s), sequence))
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+    def _fetched(self, sequence: Sequence, cache: CacheManager, now: float) -> bool:
+        """Whether all that a shared tier has of its prompt is here, or has taken too long."""
+        if not sequence.looked_far:
+            sequence.looked_far = True
+            sequence.fetch = cache.prefetch(sequence.request.prompt_ids, sequence.request.salt)
+        return sequence.fetch is None or sequence.fetch.done() or now - sequence.submitted_s > _FETCH_LIMIT_S
 
     def _start(self, sequence: Sequence) -> None:
         """Give a sequence its state; without room it stays as it was."""
@@ -437,8 +455,8 @@ class Engine:
             exact_span=functools.partial(exact_span, self.model.config, request.decoder_replay),
         )
         wanted = pages_to_start(sequence, self.scheduling.reserve_tokens)
-        own = cache.protect(request.prompt_ids[: plan.cached_tokens], request.salt)
-        fresh = wanted - plan.cached_tokens // PAGE_TOKENS
+        own = cache.protect(request.prompt_ids[: plan.held_tokens], request.salt)
+        fresh = wanted - plan.held_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + self._promised():
             return False
@@ -604,7 +622,12 @@ class Engine:
         """Take a sequence's pages; its snapshot and their bytes wait in host memory (grade G0)."""
         assert self.cache is not None and sequence.lease is not None
         snapshot = sequence.state.snapshot()
-        sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
+        try:
+            sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
+        except LoadFailed:
+            # it has nothing to go on from but its prompt
+            self._restart(sequence)
+            return
         sequence.state = None
         sequence.status = Status.PREEMPTED
         self.metrics.preempted += 1
@@ -640,6 +663,7 @@ class Engine:
         for one in work:
             if one.sequence.status is Status.DECODE:
                 one.mark = one.sequence.state.mark()
+        self._read_ahead(work)
         began = time.monotonic()
         try:
             logits = self.model.step([self._part(one) for one in work])
@@ -658,6 +682,15 @@ class Engine:
             self._cost.note(sum(one.num_rows + len(one.proposal.ids) for one in work), seconds)
             tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
             self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
+
+    def _read_ahead(self, work: list[_Work]) -> None:
+        """While a chunk runs, what the next one needs of tables on disk comes in."""
+        reach = self.model.config.engram.max_ngram_size - 1
+        for one in work:
+            sequence, stop = one.sequence, one.sequence.num_done + one.num_rows
+            ids = sequence.tokens[max(stop - reach, 0) : stop + one.num_rows]
+            if sequence.status is Status.PREFILL and stop < len(sequence.tokens):
+                self.model.prefetch(self._ids(ids))
 
     def _plan(self) -> list[_Work]:
         """Who runs which rows: tokens first, then drafts, then chunks in the order of the queue."""
@@ -780,7 +813,12 @@ class Engine:
 
     def _take_apart(self, work: list[_Work], error: Exception) -> None:
         """A step failed: everybody in it goes back to where it began and runs alone next; who fails alone ends."""
-        if len(work) == 1:
+        broken = [one for one in work if one.sequence.lease is not None and one.sequence.lease.broken]
+        for one in broken:
+            log.warning("request %s starts again: %s", one.sequence.request.id, error)
+            self._restart(one.sequence)
+        work = [one for one in work if one not in broken]
+        if len(work) == 1 and not broken:
             log.error("request %s failed", work[0].sequence.request.id, exc_info=error)
             self._leave(work[0].sequence, "error", error=f"{type(error).__name__}: {error}")
             return
@@ -896,6 +934,10 @@ class Engine:
         """Run one sequence's part of a step; its failure ends it alone. False if it failed."""
         try:
             action(sequence)
+        except LoadFailed as error:
+            log.warning("request %s starts again: %s", sequence.request.id, error)
+            self._restart(sequence)
+            return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
             log.exception("request %s failed", sequence.request.id)
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")

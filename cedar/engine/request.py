@@ -6,6 +6,7 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -200,7 +201,7 @@ class Finished:
     draft_steps: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
-    cache_tier: Literal["none", "memory", "disk"] = "none"
+    cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
 
 
 Event = Progress | Token | Rewound | Finished
@@ -246,6 +247,8 @@ class Sequence:
         aside: What a preempted sequence goes on from: a snapshot and its pages' bytes.
         num_done: Tokens whose rows have run, those that a cache held included.
         num_run: Rows of the prompt, and of answer tokens that were known already, that ran for this request.
+        looked_far: The shared tier was asked for its pages.
+        fetch: The answer, None if there is nothing to wait for.
         width: Drafts that its last step verified.
         drafted, accepted, draft_steps: Drafts verified so far, those that stood, steps that verified any.
         alone: A step that it was part of failed, so its next one has no company.
@@ -265,6 +268,8 @@ class Sequence:
     sampler: Sampler | None = None
     lease: Lease | None = None
     aside: tuple[Any, list[bytes]] | None = None
+    fetch: Future[None] | None = None
+    looked_far: bool = False
     num_done: int = 0
     num_run: int = 0
     reserved_pages: int = 0

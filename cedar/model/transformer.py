@@ -362,6 +362,34 @@ class Transformer(nn.Module):
         """The streams and the first pre-mix of token rows, for blocks beside the backbone."""
         return self._embed(ids_T, None, self.dtype if dtype is None else dtype)
 
+    def prefetch(self, ids_T: Tensor) -> None:
+        """These token ids, with the look-backs before them, run next: bring their rows of tables that are on disk."""
+        memories = [block.engram for block in self.layers if block.plan.engram and block.engram.embed.disk is not None]
+        if not memories or ids_T.shape[0] == 0:
+            return
+        ids_1S = ids_T.unsqueeze(0)
+        raw_1SL = lookback_ids(
+            ids_1S,
+            torch.zeros_like(ids_1S),
+            num_lookbacks=self.config.engram.max_ngram_size,
+            image_token_id=self.config.image_token_id,
+        )
+        compressed_TL = self.token_map(raw_1SL[0])
+        for memory in memories:
+            memory.prefetch(compressed_TL)
+
+    def memory_stats(self) -> dict[str, float]:
+        """What tables on disk have done, all layers together; zeros where there are none."""
+        tables = [block.engram.embed.disk for block in self.layers if block.plan.engram]
+        stats = [table.stats for table in tables if table is not None]
+        return {
+            "cached_rows": sum(one.cached for one in stats),
+            "read_rows": sum(one.read for one in stats),
+            "read_calls": sum(one.calls for one in stats),
+            "stall_s": sum(one.stall_s for one in stats),
+            "cache_bytes": sum(table.cache_bytes for table in tables if table is not None),
+        }
+
     def _embed(self, ids_T: Tensor, image_rows_TD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The streams, all equal to the embedding, and the first pre-mix: stream 0 alone."""
         num_streams = self.config.mhc.num_streams
@@ -377,6 +405,10 @@ class Transformer(nn.Module):
     def _prepare(self, ids_T: Tensor, raw_TL: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compressed look-back ids, and which rows are image rows (None if none can be)."""
         compressed_TL = self.token_map(raw_TL) if self.config.engram.layer_ids else raw_TL
+        for block in self.layers:
+            if block.plan.engram:
+                # a table on disk is read while the layers below run
+                block.engram.prefetch(compressed_TL)
         return compressed_TL, ids_T == self.config.image_token_id
 
     def _head(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding) -> Tensor:

@@ -60,6 +60,9 @@ class FakeModel:
     def new_state(self, *, decoder_replay: str = "bounded") -> FakeState:
         return FakeState()
 
+    def prefetch(self, ids_T: Tensor) -> None:
+        """It has no tables."""
+
     def step(self, parts: list[Part]) -> list[Tensor]:
         tokens = [part for part in parts if part.prompt_tokens is None]
         self.chunks += [len(part.ids_T) for part in parts if part.prompt_tokens is not None]
