@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from cedar.config.model import (
     AttentionConfig,
@@ -135,7 +136,7 @@ def _small_model(
     )
 
 
-def with_draft(config: ModelConfig, *, num_blocks: int, **sizes: int) -> ModelConfig:
+def with_draft(config: ModelConfig, *, num_blocks: int, **sizes: Any) -> ModelConfig:
     """`config` with draft blocks, which read no compressed cache.
 
     Args:
