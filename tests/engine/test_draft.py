@@ -22,7 +22,7 @@ from cedar.model.draft import Draft
 from cedar.model.init import initialise
 from cedar.model.sequence import SequenceState, Snapshot
 from tests.paths.random_models import random_model
-from tests.paths.test_replay import with_entries
+from tests.paths.states import with_entries
 
 LENGTH = 90
 Build = Callable[..., Engine]
@@ -198,7 +198,7 @@ def test_a_request_says_whether_it_is_drafted_for(build: Build) -> None:
     prompt = tuple(ids_of(20).tolist())
     sampling = SamplingParams(temperature=0, max_tokens=12)
     (off,), (on,) = (
-        answers(engine, [Request(prompt_ids=prompt, sampling=sampling, draft=draft)])  # type: ignore[arg-type]
+        answers(engine, [Request(prompt_ids=prompt, sampling=sampling, draft=draft)])
         for draft in ("off", "on")
     )
     assert off[1].drafted_tokens == off[1].draft_steps == 0
@@ -263,7 +263,8 @@ def distribution(draws: int, *, drafted: bool, seed: int) -> Counter[tuple[int, 
         said: list[int] = []
         while len(said) < 3:
             width = 2 if drafted else 0
-            ids, probs = [], []
+            ids: list[int] = []
+            probs: list[torch.Tensor] = []
             for _ in range(width):
                 previous = ids[-1] if ids else (said[-1] if said else 8)
                 token, prob_V = draw(wrong[previous], params, sampler.draft_generator)
