@@ -245,6 +245,7 @@ def serve(
         str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
     ] = "memory",
     engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
+    draft: Annotated[bool, typer.Option(help="Draft with the model's own draft, if it has one.")] = True,
     strict_cache: Annotated[
         bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
     ] = False,
@@ -283,6 +284,7 @@ def serve(
         exact_turn_replay=exact_turns,
         engram=cast(Any, engram),
         engram_cache_bytes=parse_bytes(engram_cache),
+        draft=draft,
         strict_cache=strict_cache,
     )
     held = context_tokens(files, config)
