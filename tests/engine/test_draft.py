@@ -198,8 +198,7 @@ def test_a_request_says_whether_it_is_drafted_for(build: Build) -> None:
     prompt = tuple(ids_of(20).tolist())
     sampling = SamplingParams(temperature=0, max_tokens=12)
     (off,), (on,) = (
-        answers(engine, [Request(prompt_ids=prompt, sampling=sampling, draft=draft)])
-        for draft in ("off", "on")
+        answers(engine, [Request(prompt_ids=prompt, sampling=sampling, draft=draft)]) for draft in ("off", "on")
     )
     assert off[1].drafted_tokens == off[1].draft_steps == 0
     assert on[1].draft_steps > 0 and on[0] == off[0]
