@@ -529,6 +529,26 @@ def train_run(
     runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
 
 
+@train.command("draft")
+def train_draft(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the finished model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder that prompts come from.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; the same folder goes on from there.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time of training; decides the steps.")] = None,
+    stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a field, blocks=1 for one.")
+    ] = None,
+) -> None:
+    """Train a draft for a model from text that the model writes, and write both to RUN/model."""
+    from cedar.config.load import override
+    from cedar.train import draft
+
+    config = override(draft.DraftTrainConfig(), change or ())
+    draft.train_draft(model, data, run, config, device=device, minutes=minutes, stop_after=stop_after)
+
+
 @train.command("export")
 def train_export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not.")],
