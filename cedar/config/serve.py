@@ -136,6 +136,7 @@ class GenerationDefaults:
         thinking: Whether the model reasons before it answers.
         draft_confidence_temperatures: What divides the draft's confidence logits at each place, for `sampled` and
             for `greedy` answers; found by calibration.
+        draft_confidence_offsets: What is then added.
     """
 
     temperature: float = 1.0
@@ -145,6 +146,7 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
     thinking: bool = True
     draft_confidence_temperatures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    draft_confidence_offsets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def answer_tokens(self, *, thinking: bool, effort: int) -> int:
         """Longest answer of a request that sets none; the context may clip it.
@@ -190,9 +192,10 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
 def _checked(file: Path, name: str, value: Any) -> Any:
     if name == "thinking":
         valid = isinstance(value, bool)
-    elif name == "draft_confidence_temperatures":
+    elif name.startswith("draft_confidence_"):
+        lowest = 0.0 if name == "draft_confidence_temperatures" else -math.inf
         valid = isinstance(value, dict) and all(
-            isinstance(numbers, list) and all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers)
+            isinstance(numbers, list) and all(isinstance(n, (int, float)) and lowest < n < math.inf for n in numbers)
             for numbers in value.values()
         )
         value = {kind: tuple(numbers) for kind, numbers in value.items()} if valid else value

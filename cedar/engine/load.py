@@ -272,7 +272,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         draft.attach()
     return Engine(
         model,
-        drafter=None if draft is None else ModelDrafter(draft, files.defaults.draft_confidence_temperatures),
+        drafter=None if draft is None else ModelDrafter(draft, files.defaults),
         max_context=context,
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(

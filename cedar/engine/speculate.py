@@ -11,13 +11,14 @@ A sequences, G tokens of a block, V vocabulary, R Markov rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cedar.config.serve import GenerationDefaults
 from cedar.engine.request import SamplingParams
 from cedar.engine.sampling import draw
 from cedar.errors import ShapeError
@@ -212,17 +213,25 @@ class ModelDrafter:
 
     Args:
         draft: Attached to the model that the engine runs.
-        temperatures: `GenerationDefaults.draft_confidence_temperatures`.
+        defaults: Where the scaling of the confidence is found; none by default.
     """
 
-    def __init__(self, draft: Draft, temperatures: Mapping[str, Sequence[float]] | None = None) -> None:
+    def __init__(self, draft: Draft, defaults: GenerationDefaults | None = None) -> None:
         self._draft = draft
-        block_size = draft.config.draft.block_size
-        found = temperatures or {}
-        self._temperatures = {
-            kind: torch.tensor(list(found.get(kind, ()))[:block_size] or [1.0] * block_size, device=draft.target.device)
+        found = defaults or GenerationDefaults()
+        self._scaling = {
+            kind: (
+                self._places(found.draft_confidence_temperatures.get(kind, ()), 1.0),
+                self._places(found.draft_confidence_offsets.get(kind, ()), 0.0),
+            )
             for kind in ("sampled", "greedy")
         }
+
+    def _places(self, values: Sequence[float], neutral: float) -> Tensor:
+        """A value for each place of a block, `neutral` where there is none."""
+        block_size = self._draft.config.draft.block_size
+        padded = [*values[:block_size], *[neutral] * (block_size - len(values))]
+        return torch.tensor(padded, device=self._draft.target.device)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -253,7 +262,10 @@ class ModelDrafter:
         num_places = len(tokens)
         confidence_AG = draft.confidence(blocks.hidden_AGD[:, :num_places], torch.stack(embeddings, 1), rounding)
         ids = torch.stack(tokens, 1).tolist()
-        said = {kind: torch.sigmoid(confidence_AG / t[:num_places]).tolist() for kind, t in self._temperatures.items()}
+        said = {
+            kind: torch.sigmoid(confidence_AG / temperature_G[:num_places] + offset_G[:num_places]).tolist()
+            for kind, (temperature_G, offset_G) in self._scaling.items()
+        }
         return [
             Proposal(
                 ids=tuple(ids[number]),

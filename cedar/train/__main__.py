@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "draft":
             draft.add_argument("--minutes", type=float, help="time for training, over all commands of the run")
             draft.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
-            draft.add_argument("--held-out", type=int, default=256, metavar="SEQUENCES", help="measured of each length")
+            draft.add_argument(
+                "--held-out", type=int, default=1024, metavar="SEQUENCES", help="measured of each length"
+            )
 
     recall = commands.add_parser("recall", help="recall far back in the context, and its random control")
     recall.add_argument("model", type=Path)

@@ -35,7 +35,7 @@ from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import balance
 from cedar.train.data import load_corpora
-from cedar.train.draft_text import KINDS, Prompts, Text, anchors_of, load_text, summary, write_text
+from cedar.train.draft_text import HELD_OUT, KINDS, Prompts, Text, anchors_of, load_text, summary, write_text
 from cedar.train.loop import Clock
 from cedar.train.losses import expert_loads
 from cedar.train.optim.groups import Optimizers
@@ -72,7 +72,7 @@ class DraftTrainConfig:
     experts_per_token: int = 2
     markov_rank: int = 64
     lengths: tuple[int, ...] = (128, 320)
-    sequences: int = 4096
+    sequences: int = 8192
     steps: int = 20000
     rows: int = 128
     anchors: int = 64
@@ -505,34 +505,52 @@ def calibration_error(confidence_M: Tensor, kept_M: Tensor) -> float:
     return float((said - happened).abs().sum() / confidence_M.numel())
 
 
-def calibrate(logit_MG: Tensor, kept_MG: Tensor, valid_MG: Tensor) -> list[float]:
-    """A temperature for each place, left to right: each makes the product so far as true as it can.
+def calibrate(logit_MG: Tensor, kept_MG: Tensor, valid_MG: Tensor) -> list[tuple[float, float]]:
+    """(temperature, offset) of each place, left to right: `sigmoid(logit / temperature + offset)`.
 
-    Source: engram-dspark-vision-chat.md 2.5 (sequential temperature scaling).
+    Each is the likeliest for what happened where all places before were kept, which is when it counts. The paper fits
+    temperatures alone, to the calibration error; that is least for a constant, which tells drafts apart no more.
+
+    Source: engram-dspark-vision-chat.md 2.5 (sequential scaling), changed as said.
     """
-    said_M, happened_M = torch.ones(len(logit_MG)), torch.ones(len(logit_MG))
-    temperatures: list[float] = []
-    grid = torch.logspace(-1.3, 1, 93).tolist()
+    alive_M, found = torch.ones(len(logit_MG), dtype=torch.float64), []
     for k in range(logit_MG.shape[1]):
-        happened_M = happened_M * kept_MG[:, k]
-        valid_M = valid_MG[:, k]
-        errors = [
-            calibration_error((said_M * torch.sigmoid(logit_MG[:, k] / t))[valid_M], happened_M[valid_M]) for t in grid
-        ]
-        best = grid[min(range(len(grid)), key=errors.__getitem__)] if bool(valid_M.any()) else 1.0
-        temperatures.append(round(best, 4))
-        said_M = said_M * torch.sigmoid(logit_MG[:, k] / best)
-    return temperatures
+        rows_M = valid_MG[:, k]
+        logit_R, kept_R, weight_R = logit_MG[rows_M, k].double(), kept_MG[rows_M, k].double(), alive_M[rows_M]
+        found.append(_likeliest(logit_R, kept_R, weight_R) if float(weight_R.sum()) > 1 else (1.0, 0.0))
+        alive_M = alive_M * kept_MG[:, k].double()
+    return found
 
 
-def errors_of(logit_MG: Tensor, kept_MG: Tensor, valid_MG: Tensor, temperatures: Sequence[float]) -> list[float]:
-    """Calibration error of the running product at each place."""
-    said_MG = torch.sigmoid(logit_MG / torch.tensor(temperatures)).cumprod(-1)
+def _likeliest(logit_R: Tensor, kept_R: Tensor, weight_R: Tensor) -> tuple[float, float]:
+    """Newton's method on the weighted logistic likelihood of (1 / temperature, offset), with a faint pull to (1, 0)."""
+    start = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    value, inputs_R2 = start.clone(), torch.stack([logit_R, torch.ones_like(logit_R)], -1)
+    for _ in range(50):
+        said_R = torch.sigmoid(inputs_R2 @ value)
+        slope = inputs_R2.T @ (weight_R * (said_R - kept_R)) + (value - start)
+        curvature = (inputs_R2.T * (weight_R * said_R * (1 - said_R))) @ inputs_R2 + torch.eye(2, dtype=torch.float64)
+        change = torch.linalg.solve(curvature, slope)
+        value = value - change.clamp(-1, 1)
+        if float(change.abs().max()) < 1e-9:
+            break
+    # a head that tells less than nothing about this text counts as one that tells nothing
+    scale = max(float(value[0]), 0.02)
+    return round(1 / scale, 4), round(float(value[1]), 4)
+
+
+def errors_of(
+    logit_MG: Tensor, kept_MG: Tensor, valid_MG: Tensor, scaling: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """Calibration error of surviving so far: at each place, and over all places together."""
+    temperature_G, offset_G = (torch.tensor(values) for values in zip(*scaling, strict=True))
+    said_MG = torch.sigmoid(logit_MG / temperature_G + offset_G).cumprod(-1)
     happened_MG = kept_MG.cumprod(-1)
-    return [
+    places = [
         round(calibration_error(said_MG[valid, k], happened_MG[valid, k]), 4)
         for k, valid in enumerate(valid_MG.unbind(-1))
     ]
+    return {"all": round(calibration_error(said_MG[valid_MG], happened_MG[valid_MG]), 4), "places": places}
 
 
 def greedy_rounds(found: Outcomes, chosen_M: Tensor) -> tuple[int, int]:
@@ -578,7 +596,7 @@ def measure(draft: Draft, features: Sequence[Features], *, sequences: int) -> di
             values["temperature_1"] = round(float(expected_M[drawn_M].mean()), 3)
         acceptance[kind] = values
     result: dict[str, Any] = {"acceptance": acceptance, "places": int(whole_M.sum())}
-    half_M = found.row_M % (2 * 16) < 16
+    half_M = found.row_M % (2 * HELD_OUT) < HELD_OUT
     for name, kept_MG, chosen_M in (
         ("sampled", found.kept_MG, found.temperature_M == 1),
         ("greedy", found.agreed_MG, found.temperature_M == 0),
@@ -590,11 +608,13 @@ def measure(draft: Draft, features: Sequence[Features], *, sequences: int) -> di
         def part(rows_M: Tensor, kept_MG: Tensor = kept_MG) -> tuple[Tensor, Tensor, Tensor]:
             return found.logit_MG[rows_M], kept_MG[rows_M], found.valid_MG[rows_M]
 
-        temperatures = calibrate(*part(fit_M))
+        scaling = calibrate(*part(fit_M))
         result[name] = {
-            "temperatures": temperatures,
-            "calibration_error": errors_of(*part(test_M), temperatures),
-            "uncalibrated_error": errors_of(*part(test_M), [1.0] * len(temperatures)),
+            "temperatures": [temperature for temperature, _ in scaling],
+            "offsets": [offset for _, offset in scaling],
+            "calibration_error": errors_of(*part(test_M), scaling),
+            "uncalibrated_error": errors_of(*part(test_M), [(1.0, 0.0)] * len(scaling)),
+            "sequences": len(found.row_M[chosen_M & found.valid_MG[:, 0]].unique()),
         }
     return result
 
@@ -661,7 +681,7 @@ def train_draft(
     device: str | None = None,
     minutes: float | None = None,
     stop_after: float | None = None,
-    held_out_sequences: int = 256,
+    held_out_sequences: int = 1024,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train a draft for a model folder and write the two together to `out/model`.
@@ -737,8 +757,9 @@ def _finish(
         "measured": measured,
     }
     _merge(folder / "training.json", {"draft": facts})
-    temperatures = {name: measured[name]["temperatures"] for name in ("sampled", "greedy")}
-    _merge(folder / "generation_config.json", {"draft_confidence_temperatures": temperatures})
+    for kind in ("temperatures", "offsets"):
+        values = {name: measured[name][kind] for name in ("sampled", "greedy")}
+        _merge(folder / "generation_config.json", {f"draft_confidence_{kind}": values})
     size = sum(file.stat().st_size for file in folder.iterdir())
     trainer.report(f"model with draft written to {folder} ({size / 1e6:.1f} MB)")
     trainer.report(json.dumps(measured, indent=1))

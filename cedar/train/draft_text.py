@@ -27,7 +27,7 @@ from cedar.train.tasks import ADJECTIVES, NOUNS, PEOPLE, PLACES, Tasks
 # lines that come back unchanged, `code` small classes whose lines follow from the first
 KINDS = {"stories": 0.4, "texts": 0.08, "chats": 0.2, "lookup": 0.1, "restate": 0.07, "templates": 0.1, "code": 0.05}
 # one in this many sequences is held out: its prompts come from the validation corpora where there are any
-_HELD_OUT = 16
+HELD_OUT = 16
 TEMPERATURES = (1.0, 1.0, 0.6, 0.6, 0.0)
 _LINES = (
     "{person} has a {adjective} {noun}.\n",
@@ -185,7 +185,7 @@ def write_text(
     weights = np.array([usable.get(kind, 0.0) for kind in kinds])
     kind_N = rng.choice(len(kinds), size=count, p=weights / weights.sum())
     temperature_N = np.array(TEMPERATURES, np.float32)[rng.integers(len(TEMPERATURES), size=count)]
-    held_N = np.arange(count) % _HELD_OUT == 0
+    held_N = np.arange(count) % HELD_OUT == 0
     ids = np.full((count, length), special[PAD], np.int64)
     made = np.zeros((count, length), np.bool_)
     floor = np.zeros((count, length), np.int64)

@@ -77,8 +77,9 @@ def test_what_was_measured_is_beside_the_weights(trained: Path) -> None:
     facts = json.loads((trained / "model" / "training.json").read_text())["draft"]
     assert set(facts["measured"]["acceptance"]) == set(draft_text.KINDS)
     sampling = json.loads((trained / "model" / "generation_config.json").read_text())
-    temperatures = sampling["draft_confidence_temperatures"]
-    assert {name: len(values) for name, values in temperatures.items()} == {"sampled": 5, "greedy": 5}
+    for kind in ("temperatures", "offsets"):
+        scaling = sampling[f"draft_confidence_{kind}"]
+        assert {name: len(values) for name, values in scaling.items()} == {"sampled": 5, "greedy": 5}
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(folders: tuple[Path, Path], trained: Path, tmp_path: Path) -> None:
@@ -221,10 +222,14 @@ def test_calibration_finds_the_temperatures_that_were_hidden() -> None:
     kept = torch.rand(20000, 3, generator=generator) < torch.sigmoid(true)
     hidden = torch.tensor([0.5, 2.0, 1.0])
     valid = torch.ones(20000, 3, dtype=torch.bool)
-    found = drafts.calibrate(true * hidden, kept.float(), valid)
-    assert found == pytest.approx(hidden.tolist(), rel=0.25)
-    assert max(drafts.errors_of(true * hidden, kept.float(), valid, found)) < 0.015
-    assert max(drafts.errors_of(true * hidden, kept.float(), valid, [1.0] * 3)) > 0.03
+    shifted = (true - torch.tensor([0.0, 0.3, -0.5])) * hidden
+    found = drafts.calibrate(shifted, kept.float(), valid)
+    assert [temperature for temperature, _ in found] == pytest.approx(hidden.tolist(), rel=0.1)
+    assert [offset for _, offset in found] == pytest.approx([0.0, 0.3, -0.5], abs=0.08)
+    good, bad = (drafts.errors_of(shifted, kept.float(), valid, s) for s in (found, [(1.0, 0.0)] * 3))
+    assert max(good["all"], *good["places"]) < 0.015 and bad["all"] > 0.03
+    # a head that says the opposite is not believed
+    assert drafts.calibrate(-true, kept.float(), valid)[0][0] == 50
     assert drafts.calibration_error(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.0])) == pytest.approx(0.4)
 
 
