@@ -138,6 +138,8 @@ class Trainer:
         self.stage = 0
         self.total_steps = config.steps
         self.tokens_seen = 0
+        # facts of the runs whose weights this one began from
+        self.earlier: list[dict[str, Any]] = []
         self.skipped = 0
         self.norms: deque[float] = deque(maxlen=_REMEMBERED_NORMS)
         self._stop = False
@@ -306,6 +308,7 @@ class Trainer:
                 "stage": self.stage,
                 "total_steps": self.total_steps,
                 "tokens_seen": self.tokens_seen,
+                "earlier": self.earlier,
                 "skipped": self.skipped,
                 "norms": list(self.norms),
                 "elapsed_s": self.clock.elapsed_s,
@@ -347,6 +350,7 @@ class Trainer:
             self.total_steps = state.meta["total_steps"]
         self.tokens_seen, self.skipped = state.meta["tokens_seen"], state.meta["skipped"]
         self.norms.extend(state.meta["norms"])
+        self.earlier = list(state.meta.get("earlier", ()))
         self.clock.before_s = state.meta["elapsed_s"]
         return True
 
