@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cedar.chat.grammar import Grammars
 from cedar.config.serve import ServeConfig
-from cedar.engine.load import ModelFiles
+from cedar.engine.load import ModelFiles, context_tokens
 from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
 from cedar.errors import RequestError
 from cedar.planner.kv import global_bytes_per_token
@@ -41,7 +41,7 @@ class Service:
 
     def __init__(self, files: ModelFiles, config: ServeConfig) -> None:
         self.files, self.config = files, config
-        self.context = config.context(files.config)
+        self.context = context_tokens(files, config)
         self.engine: Any = None
         self.stopping = self.draining = False
         self.started_s = int(time.time())

@@ -34,6 +34,21 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--run", type=Path, required=True)
     pack.add_argument("--out", type=Path, required=True)
 
+    for name, about in (
+        ("draft", "train a draft for a model, from text that the model writes itself"),
+        ("draft-text", "only let the model write that text"),
+    ):
+        draft = commands.add_parser(name, help=about)
+        draft.add_argument("--model", type=Path, required=True, help="folder of the target")
+        draft.add_argument("--data", type=Path, required=True, help="prepared data folder, for prompts")
+        draft.add_argument("--out", type=Path, required=True, help="folder of the run")
+        draft.add_argument("--device", choices=("cpu", "cuda"))
+        draft.add_argument("--set", dest="changes", action="append", default=[], metavar="NAME=VALUE")
+        if name == "draft":
+            draft.add_argument("--minutes", type=float, help="time for training, over all commands of the run")
+            draft.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
+            draft.add_argument("--held-out", type=int, default=256, metavar="SEQUENCES", help="measured of each length")
+
     recall = commands.add_parser("recall", help="recall far back in the context, and its random control")
     recall.add_argument("model", type=Path)
     recall.add_argument("--length", type=int)
@@ -67,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 start_from=given.start_from,
                 report=lambda line: print(line, flush=True),
             )
+        elif given.command.startswith("draft"):
+            _draft(given)
         elif given.command == "pack":
             for file in runs.pack(given.run, given.out):
                 print(f"{file} {file.stat().st_size:,} bytes")
@@ -79,6 +96,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cedar.train: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _draft(given: argparse.Namespace) -> None:
+    from cedar.config.load import override
+    from cedar.train import draft
+
+    run = override(draft.DraftTrainConfig(), given.changes)
+    report = lambda line: print(line, flush=True)  # noqa: E731
+    if given.command == "draft-text":
+        draft.write_texts(given.model, given.data, given.out, run, device=given.device, report=report)
+        return
+    draft.train_draft(
+        given.model,
+        given.data,
+        given.out,
+        run,
+        device=given.device,
+        minutes=given.minutes,
+        stop_after=given.stop_after,
+        held_out_sequences=given.held_out,
+        report=report,
+    )
 
 
 if __name__ == "__main__":

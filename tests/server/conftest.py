@@ -63,7 +63,7 @@ class Running:
 @pytest.fixture(scope="session")
 def server(files: ModelFiles) -> Iterator[Running]:
     """One server of the real engine for all tests that leave it as it was."""
-    config = ServeConfig(max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
+    config = ServeConfig(max_context=1024, max_body_bytes=200_000, max_step_tokens=64)
     running = Running(files, config, start_engine(files, config))
     yield running
     running.stop()
@@ -73,7 +73,7 @@ def server(files: ModelFiles) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def roomy(files: ModelFiles) -> Iterator[Running]:
     """The same with room for the prompts of tools, in a vocabulary that is nearly letters."""
-    config = ServeConfig(max_context=8192, prefill_chunk=512)
+    config = ServeConfig(max_context=8192, max_step_tokens=512)
     running = Running(files, config, start_engine(files, config))
     yield running
     running.stop()
