@@ -281,6 +281,11 @@ class CacheManager:
         lease.table.reserve(num_tokens, write_from)
         return True
 
+    def evict(self, num_pages: int, protected: Collection[Node] = ()) -> None:
+        """Free up to `num_pages` pages, those worth least first; the tiers below get what they lack."""
+        leaving = self._demote if self._demotes else self._persist
+        self.metrics.evicted_pages += self.tree.evict(num_pages, protected, leaving)
+
     def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Offer the whole pages of the tokens written so far."""
         if not self._settle(lease) or not lease.keep or (self.strict and lease.plan.lineage):
@@ -607,8 +612,7 @@ class CacheManager:
         if num_pages > self.pool.num_free:
             self._reap()
         if num_pages > self.pool.num_free:
-            leaving = self._demote if self._demotes else self._persist
-            self.metrics.evicted_pages += self.tree.evict(num_pages - self.pool.num_free, protected, leaving)
+            self.evict(num_pages - self.pool.num_free, protected)
         return num_pages <= self.pool.num_free
 
     def _fetch(self, shared: SharedStore, parent: bytes, tokens: Sequence[int]) -> None:
