@@ -599,6 +599,8 @@ class SequenceStep:
         self._positions_T = torch.arange(start, stop, device=state.device)
         self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         self._window_RC = torch.empty(0)
+        # (KV source, selection, its entries): layers that reuse a selection read the same ones
+        self._gathered: tuple[int, Tensor, Tensor, Tensor] | None = None
 
     @property
     def positions_T(self) -> Tensor:
@@ -711,5 +713,8 @@ class SequenceStep:
         window_TWC = sliding(self._window_RC, num_window)
         if kv_source is None or shared.selection is None:
             return window_TWC, visible_TW, None, None
-        entry_TKC = self.state.entries[kv_source].gather(shared.selection)
-        return window_TWC, visible_TW, entry_TKC, shared.selection >= 0
+        gathered = self._gathered
+        if gathered is None or gathered[0] != kv_source or gathered[1] is not shared.selection:
+            entry_TKC = self.state.entries[kv_source].gather(shared.selection)
+            gathered = self._gathered = (kv_source, shared.selection, entry_TKC, shared.selection >= 0)
+        return window_TWC, visible_TW, gathered[2], gathered[3]
