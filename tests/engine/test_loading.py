@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cedar.cache.keys import ImageSpan
 from cedar.cache.manager import CacheManager
 from cedar.cache.shared import SharedStore
 from cedar.cache.store import PageStore
@@ -98,6 +100,23 @@ def slow_parts(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
 
     monkeypatch.setattr(store, "read_part", late)
     return began
+
+
+def test_two_images_with_equal_ids_share_what_stands_before_them(build: Build, model: Transformer) -> None:
+    """All positions of all images have one id; here no tower tells them apart, so the answers are the same."""
+    engine = build()
+    image = model.config.image_token_id
+    ids = (*prompt(300, 8), *([image] * 60), *prompt(100, 9))
+
+    def seen(name: bytes) -> Finished:
+        digest = hashlib.sha256(name).digest()
+        span = ImageSpan(start=300, stop=360, digest=digest, grid=(6, 9))
+        end = list(engine.submit(request(ids, images=(span,))))[-1]
+        assert isinstance(end, Finished) and not end.error
+        return end
+
+    assert [seen(name).cached_tokens for name in (b"fox", b"key", b"fox", b"owl", b"key")] == [0, 300, 460, 300, 460]
+    assert ask(engine, ids)[1].cached_tokens == 300
 
 
 def test_late_pages_change_no_answer_and_stop_no_stream(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
