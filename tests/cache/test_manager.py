@@ -398,3 +398,21 @@ def test_explain_looks_at_the_disk_too(build: Build) -> None:
     other = (*tokens[:300], 501, *tokens[301:])
     held, own, theirs = manager.explain(other, b"")
     assert held == 300 and own == other[284:316] and theirs == tokens[284:316]
+
+
+@pytest.mark.gpu
+def test_a_devices_pages_go_to_the_host_and_the_disk_and_come_back(build: Build) -> None:
+    chats = [prompt(500, seed) for seed in range(4)]
+    one = build(num_pages=6, host=20 * PAGE, device="cuda")
+    for tokens in chats:
+        converse(one, tokens)
+    flush(one)
+    two = build(num_pages=6, host=20 * PAGE, device="cuda")
+    for manager, tier in ((one, "host"), (two, "disk")):
+        for tokens in chats:
+            lease = begin(manager, (*tokens, 1, 2))
+            assert lease.plan.cached_tokens == 500
+            check(manager, lease, tokens)
+            manager.publish(lease, tokens)
+            manager.release(lease)
+        assert manager.metrics.cached_tokens[tier] >= 1500
