@@ -400,6 +400,16 @@ class CacheManager:
             node.pinned = pinned
         return max(sum(length for _, length in path), on_disk)
 
+    def unpin_memory(self) -> bool:
+        """Let pinned pages leave memory: one sequence alone has no room beside them. False if there were none.
+
+        On disk they stay pinned.
+        """
+        pinned = [node for node in self.tree.nodes() if node.pinned]
+        for node in pinned:
+            node.pinned = False
+        return bool(pinned)
+
     def prefetch(self, prompt: Sequence[int], salt: bytes) -> Future[None] | None:
         """Bring what the shared tier has of a prompt to this machine; None if there is nothing to wait for.
 
@@ -472,7 +482,8 @@ class CacheManager:
             loading.settle()
         self._reap()
         self._loaders.shutdown()
-        self._fetchers.shutdown(cancel_futures=True)
+        # a store that hangs must not hold up the end
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
         if self._shared is not None:
             self._shared.close()
         if self._store is None:

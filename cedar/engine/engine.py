@@ -457,7 +457,12 @@ class Engine:
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + self._promised():
             return False
-        lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
+        try:
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
+        except CapacityError:
+            if others or not cache.unpin_memory():
+                raise
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
         try:
             sequence.state = self._state_over(sequence, lease, plan.cached_tokens)
             self._begin(sequence, plan)
@@ -595,6 +600,8 @@ class Engine:
             other = victim(self._running, sequence)
             if other is None:
                 if len([s for s in self._running if s.lease is not None]) == 1:
+                    if self.cache.unpin_memory():
+                        continue
                     raise CapacityError("the pool is too small for this sequence alone")
                 other = sequence
             self._set_aside(other)
@@ -641,7 +648,7 @@ class Engine:
         if others and self.cache.room() < len(payloads) + 1:
             return
         if not self.cache.swap_in(sequence.lease, payloads):
-            if not others:
+            if not others and not self.cache.unpin_memory():
                 raise CapacityError("the pool is too small for this sequence alone")
             return
         sequence.state = self._state_over(sequence, sequence.lease, snapshot.num_held)

@@ -196,3 +196,15 @@ def test_a_shared_store_that_hangs_holds_nobody_up_for_long(build: Build, monkey
     _, end = ask(engine, prompt(300, 7))
     assert end.cached_tokens == 0 and end.queue_s >= 0.3 and time.monotonic() - began < 20
     free.set()
+
+
+def test_a_pool_that_pins_have_halved_still_serves_its_longest_prompt(model: Transformer) -> None:
+    cache = CacheManager(model.config, num_pages=8)
+    engine = Engine(model, cache=cache)
+    try:
+        ask(engine, prompt(500, 24))
+        engine.ask_cache(lambda cache: cache.pin(prompt(500, 24), b"")).result(10)
+        _, end = ask(engine, prompt(850, 25))
+        assert end.completion_tokens == 4 and cache.cached_tokens(prompt(500, 24), b"") < 500
+    finally:
+        engine.close()
