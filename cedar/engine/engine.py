@@ -948,6 +948,8 @@ class Engine:
         if self.cache is not None and sequence.lease is not None:
             if reason in ("stop", "length"):
                 self._publish_end(sequence)
+            elif reason == "error" and sequence.lease.plan.cached_tokens:
+                self.cache.distrust(sequence.lease, sequence.keys(len(sequence.tokens)))
             self.cache.release(sequence.lease)
         sequence.state = sequence.aside = sequence.lease = None
         for child in sequence.forks:
