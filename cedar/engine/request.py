@@ -6,11 +6,13 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Request:
         constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
         replay: What a cache hit may be: `bounded` may approximate, `exact` may not, `off` starts cold.
+        images: Where images stand in the prompt, and which; what a cache knows of their positions.
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
@@ -116,6 +119,7 @@ class Request:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
     replay: Replay = "bounded"
+    images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
@@ -235,6 +239,7 @@ class Sequence:
 
     Attributes:
         tokens: Prompt and answer so far.
+        prompt_keys: The prompt as a cache knows it, images and all.
         said: The answer's tokens as they were sent.
         state: The model's state of this sequence, None before admission and while preempted.
         lease: Its pages, None before admission and without a cache.
@@ -276,6 +281,16 @@ class Sequence:
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_keys: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
+
+    def keys(self, stop: int) -> Several[int]:
+        """The first `stop` tokens as a cache knows them."""
+        if not self.request.images:
+            return self.tokens[:stop]
+        return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
 
     @property
     def num_prompt(self) -> int:
