@@ -36,7 +36,7 @@ def test_memory_is_flat(tmp_path: Path, count: int) -> None:
     cache = CacheManager(
         config,
         num_pages=NUM_PAGES,
-        snapshot_bytes=2**19,
+        snapshot_bytes=2**16,
         fingerprint=b"tiny",
         store=store,
         read_snapshot=Snapshot.from_bytes,
