@@ -16,9 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from cedar.chat.effort import DEFAULT_EFFORT, effort_number
-from cedar.chat.encode import Conversation, Message, Special, Tool, parse_messages, parse_tools
+from cedar.chat.encode import Conversation, Message, Tool, parse_messages, parse_tools
 from cedar.chat.grammar import check_schema
-from cedar.chat.tokenizer import IMAGE
 from cedar.config.serve import GenerationDefaults
 from cedar.engine.request import DecoderReplay, Finished, Replay
 from cedar.errors import RequestError
@@ -230,14 +229,7 @@ def conversation(
     Raises:
         RequestError: A message, a tool or an effort that cannot be understood, or an image.
     """
-    messages = parse_messages(request.messages, param=param)
-    for i, message in enumerate(messages):
-        if not isinstance(message.content, str) and Special(IMAGE) in message.content:
-            raise RequestError(
-                "images are not enabled: this model has no vision tower; send text only",
-                param=f"{param}[{i}].content[{message.content.index(Special(IMAGE))}]",
-                code="invalid_image",
-            )
+    messages = parse_messages(request.messages, param=param, images=False)
     thinking, effort = thinking_of(request, defaults)
     continues = _continues(request.messages, messages)
     schema = answer_schema(request)
