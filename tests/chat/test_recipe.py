@@ -170,7 +170,7 @@ def request_body(rng: random.Random) -> dict[str, Any]:
     if with_tools:
         offered = [tool(rng, name) for name in NAMES[:3]]
         body["tools"] = [
-            {"type": "function", "function": {"name": t.name, "parameters": t.parameters or {}}
+            {"type": "function", "function": {"name": t.name} | ({"parameters": t.parameters} if t.parameters else {})
              | ({"description": t.description} if t.description else {})}
             for t in offered
         ]  # fmt: skip
@@ -218,8 +218,8 @@ BEGINNINGS = ("<", "</", "<｜DS")
 FRAGMENTS = (
     "\n", "\n\n", "a fox", END_THINK, "<think>", OPEN, f"{OPEN} calls>\n", *INVOKES,
     f'{OPEN} parameter name="k" string="true">', f'{OPEN} parameter name="n" string="false">', "5", '{"a": [1]}',
-    f"</{DSML} parameter>\n", f"</{DSML} invoke>\n", f"</{DSML} calls>", "END", "E", '"', "\\", *BEGINNINGS, "é🦊", "x<y>",
-    f"{OPEN}tool_calls>\n", f'{OPEN}parameter name="k" string="true">',
+    f"</{DSML} parameter>\n", f"</{DSML} invoke>\n", f"</{DSML} calls>", "END", "E", '"', "\\", *BEGINNINGS, "é🦊",
+    "x<y>", f"{OPEN}tool_calls>\n", f'{OPEN}parameter name="k" string="true">',
     f"</{DSML}parameter>\n", f"</{DSML}invoke>\n", f"</{DSML}tool_calls>",
 )  # fmt: skip
 
