@@ -6,12 +6,14 @@ Nothing is imported above that a command might not need: `cedar --help` and `ced
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from cedar.cache.store import PageStore
+
+LogFormat = Literal["text", "json"]
 
 app = typer.Typer(
     name="cedar",
@@ -213,6 +215,11 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
+    emit_reasoning_alias: Annotated[
+        bool,
+        typer.Option("--emit-reasoning-alias", help="Send thoughts as `reasoning` too, for clients that read that."),
+    ] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or JSON objects: one a request.")] = "text",
     cache_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
     ] = None,
@@ -230,16 +237,16 @@ def serve(
     import asyncio
     import logging
     import os
-    import sys
     import time
 
     from cedar.config.serve import ServeConfig
     from cedar.engine.load import open_model, start_engine
     from cedar.planner.fit import parse_bytes
     from cedar.planner.kv import global_bytes_per_token
+    from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs(log_format)
     files = open_model(model, name=name)
     config = ServeConfig(
         host=host,
@@ -250,6 +257,7 @@ def serve(
         api_key_file=api_key_file,
         drain_s=drain,
         strict=strict,
+        reasoning_alias=emit_reasoning_alias,
         cache_dir=cache_dir,
         cache_bytes=parse_bytes(cache_memory),
         cache_disk_bytes=parse_bytes(cache_disk),

@@ -157,6 +157,7 @@ class Finished:
     Attributes:
         completion_tokens: Tokens generated, a stop token included.
         cached_tokens: Tokens of the prompt that a cache held already.
+        run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
         resume: How the prompt started (serving.md 2.1).
@@ -167,6 +168,7 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    run_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

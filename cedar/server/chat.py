@@ -149,7 +149,7 @@ class ChatWriter:
         self.add(step)
         entries = choice.logprobs[num_before:]
         for delta in step.deltas:
-            yield sse(self._chunk(step.index, _delta(delta), logprobs=entries))
+            yield sse(self._chunk(step.index, self._delta(delta), logprobs=entries))
             entries = []
         if entries:
             # the token's text is held back, or part of a character: its probability goes ahead
@@ -174,7 +174,7 @@ class ChatWriter:
         for index, choice in enumerate(self._choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.answer.content}
             if choice.answer.reasoning:
-                message["reasoning_content"] = choice.answer.reasoning
+                message |= self._reasoning(choice.answer.reasoning)
             reason = choice.reason()
             if choice.broken:
                 message["content"] += calls_as_text(choice.answer)
@@ -190,6 +190,14 @@ class ChatWriter:
         body = {**self._envelope("chat.completion"), "choices": choices, "usage": self._usage(), **extra}
         assert self._choices[0].end is not None
         return {**body, "timings": timings(self._choices[0].end), **self._warnings}
+
+    def _delta(self, delta: Delta) -> dict[str, Any]:
+        if delta.reasoning:
+            return self._reasoning(delta.reasoning)
+        return {"content": delta.content} if delta.call is None else {"tool_calls": [_call_delta(delta.call)]}
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        return {"reasoning_content": text, **({"reasoning": text} if self._service.config.reasoning_alias else {})}
 
     def _is_content(self, step: Step) -> bool:
         """The token belongs to what people read, not to reasoning or a call."""
@@ -249,14 +257,6 @@ def logprob_entry(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:
         return {"token": raw.decode("utf-8", errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
     return {**named(token.id, token.logprob), "top_logprobs": [named(*pair) for pair in token.top]}
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
-    if delta.reasoning:
-        return {"reasoning_content": delta.reasoning}
-    if delta.call is not None:
-        return {"tool_calls": [_call_delta(delta.call)]}
-    return {"content": delta.content}
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from cedar.server.completions import prompt_ids
 from cedar.server.openapi import describe_api
 from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
 from cedar.server.service import VERSION, Service, json_response, read_body
+from cedar.version import commit
 
 _PAGE = Path(__file__).with_name("static") / "index.html"
+_SCRAPE_S = 1.0
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -47,7 +50,12 @@ async def health(request: HttpRequest) -> Response:
     """The process is alive; `status` says whether the weights are read."""
     service: Service = request.app.state.service
     status = "stopping" if service.stopping or service.draining else "loading" if service.engine is None else "ok"
-    body: dict[str, Any] = {"status": status, "model": service.files.name, "version": VERSION}
+    body: dict[str, Any] = {
+        "status": status,
+        "model": service.files.name,
+        "version": VERSION,
+        "commit": commit() or None,
+    }
     if service.engine is not None:
         running, waiting = service.gauges()
         body |= {"running": running, "waiting": waiting}
@@ -62,16 +70,29 @@ async def ready(request: HttpRequest) -> Response:
 
 
 async def show_version(request: HttpRequest) -> Response:
-    """What runs: cedar's version and commit, and the fingerprint that answers carry."""
+    """What runs: cedar's version and commit, its compiled kernels, and the fingerprint that answers carry."""
     service: Service = request.app.state.service
-    return json_response({"version": VERSION, "system_fingerprint": service.fingerprint})
+    kernels = None
+    if service.engine is not None:
+        # torch is there by now; before, importing it would hold up the event loop
+        from cedar.kernels.cpu.native import build_id
+
+        kernels = build_id() or None
+    body = {"version": VERSION, "commit": commit() or None, "kernels": kernels}
+    return json_response({**body, "system_fingerprint": service.fingerprint})
 
 
 async def metrics(request: HttpRequest) -> Response:
     """Prometheus' text format; with keys, only for a key that may administer."""
     check_admin(request)
     service: Service = request.app.state.service
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    cache = None
+    if service.engine is not None:
+        # a long step of the engine must not hold up who scrapes: what the cache said last is shown then
+        with contextlib.suppress(RequestError, TimeoutError):
+            asked = asyncio.wrap_future(service.engine.ask_cache(lambda cache: cache.describe()))
+            cache = await asyncio.wait_for(asked, timeout=_SCRAPE_S)
+    return Response(service.metrics.text(cache), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def openapi(request: HttpRequest) -> Response:

@@ -51,7 +51,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 async def messages(request: HttpRequest) -> Any:
     """Translate, then as a chat; the answer goes back as content blocks."""
     service: Service = request.app.state.service
-    asked, _ = convert(parse_object(await read_body(request)), MessagesRequest, strict=service.config.strict)
+    asked, warnings = convert(parse_object(await read_body(request)), MessagesRequest, strict=service.config.strict)
     chat = to_chat(asked)
     chat.max_tokens, chat.temperature, chat.top_p, chat.top_k = (
         asked.max_tokens,
@@ -62,7 +62,8 @@ async def messages(request: HttpRequest) -> Any:
     chat.stop = asked.stop_sequences or None
     chat.check()
     answers = await begin(service, request, chat)
-    return await respond(request, answers, MessagesWriter(service, answers, chat), stream=bool(asked.stream))
+    writer = MessagesWriter(service, answers, chat, warnings)
+    return await respond(request, answers, writer, stream=bool(asked.stream))
 
 
 async def count_tokens(request: HttpRequest) -> Response:
@@ -230,8 +231,9 @@ def _tool(tool: object, param: str) -> dict[str, Any]:
 class MessagesWriter:
     """One answer as content blocks: thinking, text, and a block a call."""
 
-    def __init__(self, service: Service, answers: Answers, chat: ChatRequest) -> None:
+    def __init__(self, service: Service, answers: Answers, chat: ChatRequest, warnings: list[str]) -> None:
         self._service, self._answers, self._chat = service, answers, chat
+        self._warnings = {"warnings": warnings} if warnings else {}
         self._answer = Answer()
         self._end: Finished | None = None
         self._open = ""
@@ -340,6 +342,7 @@ class MessagesWriter:
             "type": "message",
             "role": "assistant",
             "model": self._service.files.name,
+            **self._warnings,
         }
 
 

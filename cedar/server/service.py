@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from cedar.chat.grammar import Grammars
 from cedar.config.serve import ServeConfig
-from cedar.engine.load import ModelFiles
+from cedar.engine.load import ModelFiles, fingerprint
 from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
 from cedar.errors import RequestError
 from cedar.planner.kv import global_bytes_per_token
@@ -26,7 +27,10 @@ from cedar.server.schema import Fields
 from cedar.server.stream import EventStream, Mailbox, Reader, Step, read_answers, unless_gone
 from cedar.version import version
 
+log = logging.getLogger("cedar.server")
+
 VERSION = version()
+_LOOK_S = 0.05
 
 
 class Service:
@@ -45,12 +49,32 @@ class Service:
         self.engine: Any = None
         self.stopping = self.draining = False
         self.started_s = int(time.time())
-        self.metrics = ServerMetrics(self.gauges)
+        self.metrics = ServerMetrics(lambda: None if self.engine is None else self.engine.metrics)
         self.grammars = Grammars(files.tokenizer, files.config.vocab_size)
         self.keys = [] if config.api_key_file is None else load_keys(config.api_key_file)
         self.open: dict[str, Answers] = {}
-        self.fingerprint = f"cedar-{hashlib.sha256(f'{VERSION} {files.path} {files.config}'.encode()).hexdigest()[:12]}"
+        self._weights = fingerprint(files).hex()[:12]
         self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._look(self._loop.time())
+
+    def _look(self, due_s: float) -> None:
+        """Twenty times a second: is the event loop late, and is there a request that the engine forgot?"""
+        if self.stopping:
+            return
+        self.metrics.lagged(max(0.0, self._loop.time() - due_s))
+        now = time.monotonic()
+        for answers in self.open.values():
+            if now - max(answers.mailbox.heard_s, answers.warned_s) > self.config.stall_s:
+                answers.warned_s = now
+                log.warning(
+                    "request %s: no event from the engine for %.0f s",
+                    answers.request_id,
+                    now - answers.mailbox.heard_s,
+                    extra={"fields": {"request_id": answers.request_id}},
+                )
+        due_s = self._loop.time() + _LOOK_S
+        self._loop.call_at(due_s, self._look, due_s)
 
     def ready(self, engine: Any) -> None:
         """The weights are read; called in the event loop."""
@@ -113,6 +137,11 @@ class Service:
             "global_kv_bytes_per_token": global_bytes_per_token(self.files.config),
         }
 
+    @property
+    def fingerprint(self) -> str:
+        """Which weights and which arithmetic an answer comes from (serving.md 6.3)."""
+        return f"{self._weights}-{'loading' if self.engine is None else self.engine.numerics}"
+
     def gauges(self) -> tuple[int, int]:
         """Sequences that run, and requests that wait."""
         return (0, 0) if self.engine is None else (self.engine.metrics.running, self.engine.metrics.waiting)
@@ -164,6 +193,7 @@ class Answers:
     Attributes:
         key: Whose they are; None where the server has no keys.
         was_cancelled: Somebody asked for that, by `POST /v1/requests/ID/cancel`.
+        told: What the request's line in the log says beside its route.
     """
 
     def __init__(self, service: Service, request_id: str, ask: Ask, key: Key | None) -> None:
@@ -172,7 +202,8 @@ class Answers:
         self.was_cancelled = False
         self.mailbox = Mailbox()
         self.handles: list[Handle] = []
-        self.began_s = time.monotonic()
+        self.began_s = self.warned_s = time.monotonic()
+        self.told: dict[str, Any] = {}
         self._service = service
 
     def cancel(self) -> None:
@@ -190,19 +221,29 @@ class Answers:
         metrics = self._service.metrics
         cancels = [handle.cancel for handle in self.handles]
         ping_s = self._service.config.ping_s
-        is_first = True
+        ttft_s = first_index = None
         async for step in read_answers(self.mailbox, self.readers, cancels, ping_s=ping_s, deadline_s=timeout_s):
             if not isinstance(step, bytes):
-                if step.token is not None and is_first:
-                    metrics.first_token(time.monotonic() - self.began_s)
-                    is_first = False
+                if step.token is not None and ttft_s is None:
+                    ttft_s, first_index = time.monotonic() - self.began_s, step.index
                 if step.end is not None:
-                    metrics.end(step.end, self._service.files.config.attention.sliding_window)
+                    window = self._service.files.config.attention.sliding_window
+                    is_first = step.index == first_index
+                    metrics.end(step.end, window, ttft_s=ttft_s if is_first else None)
+                    self._tell(step.end, ttft_s)
                     if self.key is not None:
                         self.key.spend(step.end.prompt_tokens + step.end.completion_tokens)
                     if step.end.reason in ("error", "cancelled"):
                         raise self._failure()
             yield step
+
+    def _tell(self, end: Finished, ttft_s: float | None) -> None:
+        told = self.told
+        told["prompt_tokens"], told["cached_tokens"] = end.prompt_tokens, end.cached_tokens
+        told["completion_tokens"] = told.get("completion_tokens", 0) + end.completion_tokens
+        told["resume"], told["finish_reason"] = end.resume, end.reason
+        if ttft_s is not None:
+            told["ttft_s"] = round(ttft_s, 4)
 
     def _failure(self) -> RequestError:
         if self.was_cancelled:
@@ -227,6 +268,7 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
     await service.wait()
     request_id = request.scope["state"]["request_id"]
     answers = Answers(service, request_id, ask, key_of(request))
+    request.scope["state"]["told"] = answers.told
     try:
         for index in range(count):
             one = Request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -49,14 +50,20 @@ class Step:
 
 
 class Mailbox:
-    """Events of the answers of one request, handed over from the engine's thread to the event loop."""
+    """Events of the answers of one request, handed over from the engine's thread to the event loop.
+
+    Attributes:
+        heard_s: When the latest came.
+    """
 
     def __init__(self) -> None:
+        self.heard_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def put(self, index: int, event: Event) -> None:
         """Called in the engine's thread."""
+        self.heard_s = time.monotonic()
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     async def get(self, timeout_s: float) -> tuple[int, Event] | None:

@@ -89,7 +89,8 @@ class ScriptedEngine:
     def __init__(self, events: list[tuple[float, Any]]) -> None:
         self.events = events
         self.cancelled = threading.Event()
-        self.metrics = SimpleNamespace(running=0, waiting=0)
+        self.metrics = SimpleNamespace(running=0, waiting=0, preempted=0)
+        self.numerics = "scripted"
         self.requests: list[Any] = []
 
     def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
