@@ -177,6 +177,11 @@ class Finished:
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "disk"] = "none"
 
+    @property
+    def replayed_tokens(self) -> int:
+        """Cached tokens whose rows ran again: windows that nobody kept."""
+        return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
+
 
 Event = Progress | Token | Finished
 

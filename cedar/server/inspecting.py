@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,6 @@ from cedar.version import commit
 
 _PAGE = Path(__file__).with_name("static") / "index.html"
 _SCRAPE_S = 1.0
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -166,4 +164,21 @@ async def cancel(request: HttpRequest) -> Response:
 
 
 async def page(request: HttpRequest) -> Response:
-    return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+    """The chat page: one file that may run its own script and style, load nothing, and talk to this server alone."""
+    content, headers = _page()
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@lru_cache(maxsize=1)
+def _page() -> tuple[bytes, dict[str, str]]:
+    content = _PAGE.read_bytes()
+
+    def digest(tag: bytes) -> str:
+        inside = content.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; style-src {digest(b'style')}; script-src {digest(b'script')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return content, {"cache-control": "no-cache", "content-security-policy": policy}

@@ -72,10 +72,9 @@ class ServerMetrics:
         if end.completion_tokens > 1:
             self._tpot.observe(end.decode_s / (end.completion_tokens - 1))
         if end.completion_tokens:
-            new = end.prompt_tokens - end.cached_tokens
-            self._prefill.labels("encoder").inc(new)
+            self._prefill.labels("encoder").inc(end.prompt_tokens - end.cached_tokens)
             self._prefill.labels("decoder_tail").inc(min(window, end.prompt_tokens))
-            self._prefill.labels("replay").inc(max(0, end.run_tokens - new))
+            self._prefill.labels("replay").inc(end.replayed_tokens)
         self._generated.inc(end.completion_tokens)
         self._resume.labels(end.resume).inc()
         if end.cached_tokens:

@@ -351,7 +351,7 @@ def usage(ends: Sequence[Finished], *, reasoning_tokens: int) -> dict[str, Any]:
 
 
 def timings(end: Finished) -> dict[str, Any]:
-    """An extension: where the time went, in seconds, and what the sequence's cache held."""
+    """An extension: where the time went, in seconds, what the sequence's cache held, and what of it ran again."""
     return {
         "queue_s": round(end.queue_s, 4),
         "prefill_s": round(end.prefill_s, 4),
@@ -359,6 +359,7 @@ def timings(end: Finished) -> dict[str, Any]:
         "cache_bytes": end.cache_bytes,
         "cache_tier": end.cache_tier,
         "resume": end.resume,
+        "replayed_tokens": end.replayed_tokens,
     }
 
 
