@@ -19,6 +19,7 @@ from cedar.cache.pages import PagePool, PageTable
 from cedar.cache.prefix import Node, PrefixTree
 from cedar.cache.snapshots import Kept, SnapshotLike, SnapshotPool, snapshot_keys
 from cedar.cache.store import PageStore, Record
+from cedar.cache.turns import ReplayMap
 from cedar.cache.view import PagedRows
 from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.errors import CapacityError
@@ -103,6 +104,7 @@ class CacheManager:
             resumed from.
         store: The disk tier, None for none.
         read_snapshot: Bytes from the disk tier back to the model's snapshot.
+        turns: The ids of assistant turns that clients send back; None remembers none.
     """
 
     def __init__(
@@ -118,8 +120,9 @@ class CacheManager:
         fingerprint: bytes = b"",
         store: PageStore | None = None,
         read_snapshot: Callable[[bytes], SnapshotLike] | None = None,
+        turns: ReplayMap | None = None,
     ) -> None:
-        self.config, self.strict = config, strict
+        self.config, self.strict, self.turns = config, strict, turns
         self.pool = PagePool(PageLayout(config), num_pages, device)
         self.tree = PrefixTree(self.pool, fingerprint)
         self.snapshots = SnapshotPool(snapshot_bytes, snapshot_ttl_s)
@@ -319,12 +322,15 @@ class CacheManager:
             "replayed_tokens": self.metrics.replayed_tokens,
             "evicted_pages": self.metrics.evicted_pages,
             "loaded_pages": self.metrics.loaded_pages,
+            **({} if self.turns is None else self.turns.describe()),
             "disk": {} if self._store is None else self._store.describe(),
         }
 
     def purge(self, salt: bytes | None = None) -> int:
-        """Forget prefixes and snapshots in memory; pages that sequences hold live on with them."""
+        """Forget prefixes and snapshots in memory, and turns; pages that sequences hold live on with them."""
         self.snapshots.clear()
+        if self.turns is not None:
+            self.turns.forget(salt)
         return self.tree.clear(salt)
 
     def close(self, *, keep_snapshots: bool) -> None:

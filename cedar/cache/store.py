@@ -60,7 +60,13 @@ CREATE TABLE IF NOT EXISTS segments (
 CREATE TABLE IF NOT EXISTS blobs (
     key BLOB PRIMARY KEY, used REAL NOT NULL, checksum BLOB NOT NULL, bytes BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS turns (
+    key BLOB PRIMARY KEY, root BLOB NOT NULL, used REAL NOT NULL, checksum BLOB NOT NULL, bytes BLOB NOT NULL
+) WITHOUT ROWID;
 """
+# turns of the replay map; above it those used longest ago leave
+_MAX_TURNS = 65536
+_TRIM_TURNS = 1024
 # bytes of a key that the index keeps; records hold all 32
 _KEY_BYTES = 16
 
@@ -73,6 +79,14 @@ class Record(NamedTuple):
     tokens: tuple[int, ...]
     lineage: int
     payload: bytes
+
+
+class _Saved(NamedTuple):
+    """A turn of the replay map on its way to the index."""
+
+    key: bytes
+    root: bytes
+    value: bytes
 
 
 class Listed(NamedTuple):
@@ -171,7 +185,8 @@ class PageStore:
         self.directory = directory / fingerprint.hex()[:32]
         self.stats = StoreStats()
         self._lock = threading.RLock()
-        self._queue: queue.Queue[Record | threading.Event | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.Queue[Record | _Saved | threading.Event | None] = queue.Queue(_MAX_QUEUED)
+        self._num_turns = 0
         self._segment = -1
         self._slot = self._slots
         self._file = -1
@@ -275,6 +290,36 @@ class PageStore:
         with self._lock:
             self._index.close()
 
+    # -- turns of the replay map
+
+    def put_turn(self, key: bytes, root: bytes, value: bytes) -> bool:
+        """Hand a turn to the writer; False if it is too far behind."""
+        try:
+            self._queue.put_nowait(_Saved(key, root, value))
+        except queue.Full:
+            self.stats.fail("behind")
+            return False
+        return True
+
+    def get_turn(self, key: bytes) -> tuple[bytes, bytes] | None:
+        """(root, value) of a key; what does not match its checksum is not there."""
+        row = self._one("SELECT root, checksum, bytes FROM turns WHERE key = ?", key)
+        if row is None:
+            return None
+        root, checksum, value = row
+        if xxhash.xxh3_128_digest(root + value) != checksum:
+            self.stats.fail("checksum")
+            self._change("DELETE FROM turns WHERE key = ?", key)
+            return None
+        return root, value
+
+    def forget_turns(self, root: bytes | None) -> None:
+        """Forget the turns of one root, or all."""
+        if root is None:
+            self._change("DELETE FROM turns")
+        else:
+            self._change("DELETE FROM turns WHERE root = ?", root)
+
     # -- snapshots and other small things that are one value
 
     def put_blob(self, key: bytes, value: bytes) -> bool:
@@ -310,11 +355,13 @@ class PageStore:
         """Counts and bytes of the whole tier, and this process's counters."""
         pages = self._one("SELECT COUNT(*) FROM pages")
         blobs = self._one("SELECT COUNT(*), COALESCE(SUM(LENGTH(bytes)), 0) FROM blobs")
+        turns = self._one("SELECT COUNT(*) FROM turns")
         return {
             "pages": pages[0] if pages else 0,
             "segments": len(list(self._segment_files())),
             "segment_bytes": self._segment_bytes(),
             "index_bytes": sum(file.stat().st_size for file in self.directory.glob(f"{INDEX}*")),
+            "turns": turns[0] if turns else 0,
             "snapshots": blobs[0] if blobs else 0,
             "snapshot_bytes": blobs[1] if blobs else 0,
             "budget_bytes": self.budget_bytes,
@@ -347,7 +394,7 @@ class PageStore:
         """Forget every page and snapshot, and delete the files; how many pages."""
         with self._lock:
             count = self._one("SELECT COUNT(*) FROM pages")
-            for table in ("pages", "segments", "blobs"):
+            for table in ("pages", "segments", "blobs", "turns"):
                 self._index.execute(f"DELETE FROM {table}")
             self._index.commit()
             self._index.execute("VACUUM")
@@ -412,6 +459,9 @@ class PageStore:
                 except Exception as error:  # the tier may fail, serving must not
                     self._failed("write", error)
                     self._slot = self._slots
+            turns = [item for item in items if isinstance(item, _Saved)]
+            if turns:
+                self._write_turns(turns)
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
@@ -445,6 +495,24 @@ class PageStore:
                 raise
         self.stats.written += len(rows)
         self.stats.bytes_written += len(rows) * self.record_bytes
+
+    def _write_turns(self, turns: list[_Saved]) -> None:
+        now = time.time()
+        rows = [(key, root, now, xxhash.xxh3_128_digest(root + value), value) for key, root, value in turns]
+        with self._lock:
+            try:
+                self._index.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
+                self._index.commit()
+            except sqlite3.Error as error:
+                self._index.rollback()
+                self._failed("index", error)
+                return
+        self._num_turns += len(rows)
+        if self._num_turns >= _TRIM_TURNS:
+            self._num_turns = 0
+            self._change(
+                "DELETE FROM turns WHERE key NOT IN (SELECT key FROM turns ORDER BY used DESC LIMIT ?)", _MAX_TURNS
+            )
 
     def _next_segment(self) -> None:
         if self._file >= 0:

@@ -40,6 +40,9 @@ class ServeConfig:
         cache_disk_bytes: What the files there may grow to.
         strict_cache: A hit never changes an answer: exact resumes alone, and arithmetic that does not depend on
             what runs beside a request. Slower.
+        exact_turn_replay: An assistant turn that a client sends back stands in the prompt as the tokens it was
+            generated as, however the client spells it.
+        replay_turns: Turns remembered for that.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +67,8 @@ class ServeConfig:
     cache_dir: Path | None = None
     cache_disk_bytes: int = 8 * 2**30
     strict_cache: bool = False
+    exact_turn_replay: bool = True
+    replay_turns: int = 65536
 
     def __post_init__(self) -> None:
         for name in ("prefill_chunk", "max_waiting", "max_body_bytes", "ping_s", "stall_s", "shutdown_s"):
@@ -71,7 +76,7 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}, expected seconds, 0 or more")
-        for name in ("max_running", "cache_bytes", "snapshot_ttl_s", "cache_disk_bytes"):
+        for name in ("max_running", "cache_bytes", "snapshot_ttl_s", "cache_disk_bytes", "replay_turns"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.snapshot_bytes < 0:

@@ -190,6 +190,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         ConfigError: `cache_bytes` holds less than two pages.
     """
     from cedar.cache.manager import CacheManager
+    from cedar.cache.turns import ReplayMap
     from cedar.engine.engine import Engine
     from cedar.model.sequence import Snapshot
     from cedar.planner.kv import page_bytes
@@ -198,6 +199,11 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     if num_pages < 2:
         raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
     model = load_model(files)
+    mark = fingerprint(files)
+    store = None if config.cache_dir is None else open_store(files, config)
+    turns = None
+    if config.exact_turn_replay:
+        turns = ReplayMap(files.tokenizer, mark, max_turns=config.replay_turns, store=store)
     cache = CacheManager(
         files.config,
         num_pages=num_pages,
@@ -206,9 +212,10 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         strict=config.strict_cache,
         snapshot_bytes=config.snapshot_bytes,
         snapshot_ttl_s=config.snapshot_ttl_s,
-        fingerprint=fingerprint(files),
-        store=None if config.cache_dir is None else open_store(files, config),
+        fingerprint=mark,
+        store=store,
         read_snapshot=Snapshot.from_bytes,
+        turns=turns,
     )
     return Engine(
         model,
