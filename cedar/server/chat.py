@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,6 +15,7 @@ from cedar.chat.parse import Answer, AnswerReader, CallDelta, ChatParser, Delta
 from cedar.chat.tokenizer import Tokenizer
 from cedar.engine.request import Constraint, Finished, Token
 from cedar.errors import RequestError
+from cedar.server.auth import key_of
 from cedar.server.schema import (
     ChatRequest,
     answer_schema,
@@ -21,11 +23,12 @@ from cedar.server.schema import (
     error_body,
     in_reasoning,
     parse_chat_request,
+    silent_calls,
     timings,
     tool_choice,
     usage,
 )
-from cedar.server.service import Answers, Ask, Service, read_body, respond, submit
+from cedar.server.service import Answers, Ask, Service, cache_salt, read_body, respond, submit
 from cedar.server.stream import DONE, Step, sse
 
 
@@ -33,13 +36,18 @@ async def chat_completions(request: HttpRequest) -> Any:
     """Validate, encode, submit; then stream the answer or collect it."""
     service: Service = request.app.state.service
     chat, warnings = parse_chat_request(await read_body(request), strict=service.config.strict)
-    answers = await begin(service, request, chat)
-    writer = ChatWriter(service, answers, chat, warnings)
+    answers = await begin(service, request, chat, warnings)
+    writer = ChatWriter(service, answers, chat)
     return await respond(request, answers, writer, stream=bool(chat.stream), timeout_s=chat.timeout_s)
 
 
-async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, param: str = "messages") -> Answers:
+async def begin(
+    service: Service, request: HttpRequest, chat: ChatRequest, warnings: list[str], *, param: str = "messages"
+) -> Answers:
     """Encode a chat and hand it to the engine.
+
+    Args:
+        warnings: What the client should know already; more may come.
 
     Raises:
         RequestError: Whatever is wrong with it.
@@ -47,8 +55,10 @@ async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, pa
     service.check_model(chat.model)
     files = service.files
     prompt = conversation(chat, files.defaults, dropped_lines=service.config.dropped_lines, param=param)
+    turns, salt = await service.turns(), cache_salt(key_of(request), chat.cache_salt)
+    recall = None if turns is None else turns.reader(salt)
     # a long prompt takes a while to encode, and the event loop has others to serve
-    ids = await asyncio.to_thread(encode, prompt, files.tokenizer)
+    ids = await asyncio.to_thread(encode, prompt, files.tokenizer, recall)
     sampling = files.sampling(
         context=service.context,
         num_prompt=len(ids),
@@ -66,6 +76,8 @@ async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, pa
         new_reader=lambda: AnswerReader(files.tokenizer, ChatParser(thinking=in_reasoning(prompt), stop=chat.stops)),
         new_constraint=constraint_maker(service, chat, prompt),
         fields=chat,
+        remember=None if turns is None or chat.cache is False else partial(turns.record, ids, salt=salt),
+        warnings=[*warnings, *(silent_calls(prompt) if recall is None else recall.warnings)],
     )
     return await submit(service, request, ask)
 
@@ -124,11 +136,11 @@ class _Choice:
 class ChatWriter:
     """Answers in OpenAI's shape: the chunks of a stream, or the whole body at the end."""
 
-    def __init__(self, service: Service, answers: Answers, chat: ChatRequest, warnings: list[str]) -> None:
+    def __init__(self, service: Service, answers: Answers, chat: ChatRequest) -> None:
         self._service, self._answers = service, answers
         self._choices = [_Choice() for _ in answers.readers]
         self._include_usage, self._with_logprobs = chat.include_usage, bool(chat.logprobs)
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._created = int(time.time())
 
     def begin(self) -> Iterable[bytes]:

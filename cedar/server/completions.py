@@ -72,12 +72,13 @@ async def completions(request: HttpRequest) -> Any:
         n=n,
         new_reader=lambda: TextReader(service.files.tokenizer, asked.stops),
         fields=asked,
+        warnings=warnings,
     )
     answers = await submit(service, request, ask)
     echoes = [
         service.files.tokenizer.decode(_spoken(ids, service.files.tokenizer)) if asked.echo else "" for ids in prompts
     ]
-    writer = CompletionWriter(service, answers, asked, warnings, [echo for echo in echoes for _ in range(n)])
+    writer = CompletionWriter(service, answers, asked, [echo for echo in echoes for _ in range(n)])
     return await respond(request, answers, writer, stream=bool(asked.stream), timeout_s=asked.timeout_s)
 
 
@@ -125,12 +126,10 @@ class _Text:
 class CompletionWriter:
     """Continuations in OpenAI's older shape."""
 
-    def __init__(
-        self, service: Service, answers: Answers, asked: CompletionRequest, warnings: list[str], echoes: list[str]
-    ) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: CompletionRequest, echoes: list[str]) -> None:
         self._service, self._answers, self._asked = service, answers, asked
         self._texts = [_Text(echo) for echo in echoes]
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._created = int(time.time())
 
     def begin(self) -> Iterable[bytes]:

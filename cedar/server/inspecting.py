@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cedar.chat.encode import render, to_ids, to_text
+from cedar.chat.encode import render, to_ids
 from cedar.errors import RequestError
 from cedar.server.auth import check_admin, key_of
 from cedar.server.completions import prompt_ids
@@ -145,9 +145,10 @@ async def apply_template(request: HttpRequest) -> Response:
     service: Service = request.app.state.service
     chat, warnings = parse_chat_request(await read_body(request), strict=service.config.strict)
     service.check_model(chat.model)
-    pieces = render(conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines))
-    ids = await asyncio.to_thread(to_ids, pieces, service.files.tokenizer)
-    return json_response({"prompt": to_text(pieces), "tokens": ids, "count": len(ids), "warnings": warnings})
+    prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
+    ids = await service.encode(request, prompt, chat.cache_salt)
+    text = service.files.tokenizer.decode(ids)
+    return json_response({"prompt": text, "tokens": ids, "count": len(ids), "warnings": warnings})
 
 
 async def cancel(request: HttpRequest) -> Response:

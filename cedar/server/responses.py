@@ -63,8 +63,8 @@ async def responses(request: HttpRequest) -> Any:
             raise RequestError(f"{name}: nothing is kept between requests; send the whole input", param=name)
     chat, notes = to_chat(asked)
     chat.check()
-    answers = await begin(service, request, chat, param="input")
-    writer = ResponsesWriter(service, answers, asked, warnings + notes)
+    answers = await begin(service, request, chat, warnings + notes, param="input")
+    writer = ResponsesWriter(service, answers, asked)
     return await respond(request, answers, writer, stream=bool(asked.stream))
 
 
@@ -201,9 +201,9 @@ def _output(output: object, param: str) -> Any:
 class ResponsesWriter:
     """One answer as items: reasoning, a message, and an item a call."""
 
-    def __init__(self, service: Service, answers: Answers, asked: ResponsesRequest, warnings: list[str]) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: ResponsesRequest) -> None:
         self._service, self._answers, self._asked = service, answers, asked
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._answer = Answer()
         self._end: Finished | None = None
         self._created = int(time.time())

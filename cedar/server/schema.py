@@ -64,6 +64,7 @@ class Fields(msgspec.Struct, kw_only=True):
     decoder_replay: DecoderReplay | None = None
     replay: Replay | None = None
     cache_salt: str | None = None
+    cache: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
@@ -308,6 +309,14 @@ def answer_schema(request: ChatRequest) -> Mapping[str, Any] | None:
         )  # fmt: skip
     check_schema(holder["schema"], "response_format.json_schema.schema")
     return dict(holder["schema"])
+
+
+def silent_calls(prompt: Conversation) -> list[str]:
+    """A warning if calls of earlier turns came without the reasoning that belongs to them."""
+    silent = sum(bool(message.tool_calls and not message.reasoning.strip()) for message in prompt.messages)
+    if not (silent and prompt.thinking and prompt.tools):
+        return []
+    return [f"{silent} assistant messages with tool calls came without reasoning_content: it was left empty; send it"]
 
 
 def in_reasoning(prompt: Conversation) -> bool:

@@ -15,7 +15,10 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cedar.cache.turns import ReplayMap
+from cedar.chat.encode import Conversation, encode
 from cedar.chat.grammar import Grammars
+from cedar.chat.parse import Answer
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, fingerprint
 from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
@@ -103,6 +106,22 @@ class Service:
         if self.stopping or self.draining:
             raise RequestError("the server is shutting down", code="overloaded", status=503)
 
+    async def turns(self) -> ReplayMap | None:
+        """What knows assistant turns by the tokens they were generated as; None if nothing does.
+
+        Raises:
+            RequestError: The server stops.
+        """
+        await self.wait()
+        cache = getattr(self.engine, "cache", None)
+        return None if cache is None else cache.turns
+
+    async def encode(self, request: HttpRequest, prompt: Conversation, salt: str | None) -> list[int]:
+        """Token ids of a prompt as `begin` of `cedar.server.chat` makes them, for routes that only look."""
+        turns = None if self.engine is None else await self.turns()
+        recall = None if turns is None else turns.reader(cache_salt(key_of(request), salt))
+        return await asyncio.to_thread(encode, prompt, self.files.tokenizer, recall)
+
     def check_model(self, name: str) -> None:
         """Refuse a name that nobody gave this model.
 
@@ -155,6 +174,8 @@ class Ask:
         prompts: Each gets `n` answers, numbered prompt by prompt.
         fields: How the cache may be used, and for whom.
         new_constraint: Makes the constraint of one answer.
+        remember: Told the ids and the reading of an answer that came to its end; called in a worker thread.
+        warnings: What the client should know beside the answer.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -163,6 +184,8 @@ class Ask:
     new_reader: Callable[[], Reader]
     fields: Fields
     new_constraint: Callable[[], Constraint | None] = lambda: None
+    remember: Callable[[Sequence[int], Answer], object] | None = None
+    warnings: Sequence[str] = ()
 
 
 class Writer(Protocol):
@@ -194,11 +217,13 @@ class Answers:
         key: Whose they are; None where the server has no keys.
         was_cancelled: Somebody asked for that, by `POST /v1/requests/ID/cancel`.
         told: What the request's line in the log says beside its route.
+        warnings: What the client should know beside the answer.
     """
 
     def __init__(self, service: Service, request_id: str, ask: Ask, key: Key | None) -> None:
         self.request_id, self.key, self.prompts = request_id, key, ask.prompts
         self.readers = [ask.new_reader() for _ in range(len(ask.prompts) * ask.n)]
+        self.warnings, self._remember = list(ask.warnings), ask.remember
         self.was_cancelled = False
         self.mailbox = Mailbox()
         self.handles: list[Handle] = []
@@ -222,8 +247,17 @@ class Answers:
         cancels = [handle.cancel for handle in self.handles]
         ping_s = self._service.config.ping_s
         ttft_s = first_index = None
+        said: list[tuple[list[int], Answer]] = [([], Answer()) for _ in self.readers]
         async for step in read_answers(self.mailbox, self.readers, cancels, ping_s=ping_s, deadline_s=timeout_s):
             if not isinstance(step, bytes):
+                if self._remember is not None:
+                    ids, answer = said[step.index]
+                    answer.add(step.deltas)
+                    if step.token is not None:
+                        ids.append(step.token.id)
+                    if step.end is not None and step.end.reason in ("stop", "length"):
+                        # before the client knows that it has ended, and can ask again
+                        await asyncio.to_thread(self._remember, ids, answer)
                 if step.token is not None and ttft_s is None:
                     ttft_s, first_index = time.monotonic() - self.began_s, step.index
                 if step.end is not None:
@@ -280,6 +314,7 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 replay=ask.fields.replay or "bounded",
                 salt=cache_salt(answers.key, ask.fields.cache_salt),
                 priority=ask.fields.priority or 0,
+                keep=ask.fields.cache is not False,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))
     except RequestError:
@@ -310,7 +345,7 @@ async def respond(
 ) -> Any:
     """The HTTP answer: a stream of events, or one body."""
     if stream:
-        return EventStream(_stream(answers, writer, timeout_s), answers.cancel)
+        return EventStream(_stream(answers, writer, timeout_s), answers.cancel, _warning_headers(answers))
     ends: list[Finished] = []
     failures: list[RequestError] = []
 
@@ -330,7 +365,7 @@ async def respond(
     if len(ends) < len(answers.readers):
         # the client hung up; nobody reads this
         return Response(status_code=499)
-    return json_response(writer.body(), headers=_cost_headers(ends[0]))
+    return json_response(writer.body(), headers=_cost_headers(ends[0]) | _warning_headers(answers))
 
 
 async def _stream(answers: Answers, writer: Writer, timeout_s: float | None) -> AsyncIterator[bytes]:
@@ -349,6 +384,13 @@ async def _stream(answers: Answers, writer: Writer, timeout_s: float | None) -> 
         return
     for event in writer.close():
         yield event
+
+
+def _warning_headers(answers: Answers) -> dict[str, str]:
+    if not answers.warnings:
+        return {}
+    # a header holds no line ends, and of letters only the simplest
+    return {"x-warning": "; ".join(answers.warnings).encode("ascii", "backslashreplace").decode().replace("\n", " ")}
 
 
 def _cost_headers(end: Finished) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -158,8 +158,10 @@ async def unless_gone(receive: Receive, work: Awaitable[None], cancel: Callable[
 class EventStream:
     """An ASGI response of server-sent events that ends, and cancels its request, when the client hangs up."""
 
-    def __init__(self, source: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
-        self._source, self._cancel = source, cancel
+    def __init__(
+        self, source: AsyncIterator[bytes], cancel: Callable[[], None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._source, self._cancel, self._headers = source, cancel, headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_all() -> None:
@@ -168,6 +170,7 @@ class EventStream:
                 (b"cache-control", b"no-store"),
                 # a proxy that collects the stream first would defeat it
                 (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in self._headers.items()),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for piece in self._source:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cedar.cache.turns import ReplayMap
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
 from cedar.server.run import _Server, uvicorn_config
@@ -135,6 +136,7 @@ class Actor(ScriptedEngine):
     def __init__(self, files: ModelFiles, lines: Sequence[str], *, token_s: float = 0.0) -> None:
         super().__init__([])
         self._files, self._lines, self._token_s = files, lines, token_s
+        self.cache = SimpleNamespace(turns=ReplayMap(files.tokenizer, b"actor"))
         self._lock = threading.Lock()
 
     def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
