@@ -239,14 +239,16 @@ def serve(
     import os
     import time
 
+    from cedar.cli.requirements import check_memory, check_packages
     from cedar.config.serve import ServeConfig
     from cedar.engine.load import open_model, start_engine
     from cedar.planner.fit import parse_bytes
-    from cedar.planner.kv import global_bytes_per_token
+    from cedar.planner.kv import global_bytes_per_token, page_bytes
     from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
     set_up_logs(log_format)
+    check_packages()
     files = open_model(model, name=name)
     config = ServeConfig(
         host=host,
@@ -263,6 +265,7 @@ def serve(
         cache_disk_bytes=parse_bytes(cache_disk),
         strict_cache=strict_cache,
     )
+    needed = check_memory(files.config, config)
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -271,6 +274,9 @@ def serve(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
         f"context {config.context(files.config):,} tokens\n"
+        f"tiers    memory {cache_memory} ({config.cache_bytes // page_bytes(files.config):,} pages of 128 tokens), "
+        f"disk {f'{cache_disk} in {cache_dir}' if cache_dir else 'none (--cache-dir DIR)'}\n"
+        f"memory   about {sum(needed.values()) / 2**20:,.0f} MiB, weights {needed['weights'] / 2**20:,.0f} of them\n"
         f"page     {url}/\n"
         f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from cedar.cache.turns import ReplayMap
@@ -226,3 +227,23 @@ def scripted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, Scripte
     yield build
     for running in made:
         running.stop()
+
+
+def check_shape(path: str, response: httpx.Response) -> None:
+    """Whatever was asked: no server error, and a refusal in the shape of the route's API."""
+    assert response.status_code < 500, (path, response.request.content[:500], response.text)
+    kind = response.headers["content-type"]
+    if response.status_code == 200:
+        assert kind in ("application/json", "text/event-stream; charset=utf-8")
+        return
+    assert kind == "application/json"
+    body = response.json()
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["request_id"]
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
+
+
+@pytest.fixture(scope="session")
+def assert_shape() -> Callable[[str, httpx.Response], None]:
+    return check_shape
