@@ -62,24 +62,31 @@ class Running:
         assert not self._thread.is_alive()
 
 
-@pytest.fixture(scope="session")
-def server(files: ModelFiles) -> Iterator[Running]:
-    """One server of the real engine for all tests that leave it as it was."""
-    config = ServeConfig(max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
+def run_server(files: ModelFiles, **limits: Any) -> Iterator[Running]:
+    """A server of the real engine."""
+    config = ServeConfig(**limits)
     running = Running(files, config, start_engine(files, config))
     yield running
     running.stop()
     running.engine.close()
+
+
+@pytest.fixture(scope="session")
+def server(files: ModelFiles) -> Iterator[Running]:
+    """One server of the real engine for all tests that leave it as it was."""
+    yield from run_server(files, max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
 
 
 @pytest.fixture(scope="session")
 def roomy(files: ModelFiles) -> Iterator[Running]:
     """The same with room for the prompts of tools, in a vocabulary that is nearly letters."""
-    config = ServeConfig(max_context=8192, prefill_chunk=512)
-    running = Running(files, config, start_engine(files, config))
-    yield running
-    running.stop()
-    running.engine.close()
+    yield from run_server(files, max_context=8192, prefill_chunk=512)
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., Iterator[Running]]:
+    """Makes servers with other limits."""
+    return run_server
 
 
 class ScriptedEngine:
