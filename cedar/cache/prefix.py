@@ -161,13 +161,18 @@ class PrefixTree:
             self.pool.references(node.page) == 1 and not node.pinned and node not in protected for node in self.nodes()
         )
 
+    def num_pinned(self) -> int:
+        """Pages that neither `evict` nor `clear` takes."""
+        return sum(node.pinned for node in self.nodes())
+
     def clear(self, salt: bytes | None = None) -> int:
-        """Forget every page of a tenant, or of all; how many."""
+        """Forget every page of a tenant, or of all, but those that are pinned; how many."""
         forgotten = 0
         for root in [self.root(salt)] if salt is not None else list(self._roots.values()):
             for node in reversed(list(self._below(root))):
-                self.remove(node)
-                forgotten += 1
+                if not node.pinned and not node.children:
+                    self.remove(node)
+                    forgotten += 1
         return forgotten
 
     def nodes(self) -> Iterator[Node]:

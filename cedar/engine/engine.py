@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cedar.cache.loading import LoadFailed
 from cedar.cache.manager import CacheManager, Plan
 from cedar.cache.prefix import Node
 from cedar.config.model import PAGE_TOKENS, ModelConfig
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 
 # waiting prompts that are looked up in the cache each time there is room
 _LOOKED_AT = 16
+# how long a prompt waits for its pages from a shared tier, and how often an idle engine looks
+_FETCH_LIMIT_S, _FETCH_WAIT_S = 10.0, 0.005
 
 
 class ModelLike(Protocol):
@@ -256,6 +259,10 @@ class Engine:
                 looked_at = list(self._waiting[:_LOOKED_AT])
             chosen = self._choose(looked_at)
             if chosen is None:
+                if looked_at and not self._running:
+                    # their pages are on the way from the shared tier
+                    with self._changed:
+                        self._changed.wait(_FETCH_WAIT_S)
                 return
             with self._changed:
                 self._waiting.remove(chosen)
@@ -283,11 +290,20 @@ class Engine:
                 return sequence
             request = sequence.request
             if self.cache is not None and request.replay != "off":
+                if not self._fetched(sequence, self.cache, now):
+                    continue
                 cached = self.cache.cached_tokens(request.prompt_ids, request.salt)
                 if waits_for_another(sequence, cached, self._running):
                     continue
             ranked.append((order_key(sequence, len(request.prompt_ids) - cached, now, self.scheduling), sequence))
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+    def _fetched(self, sequence: Sequence, cache: CacheManager, now: float) -> bool:
+        """Whether all that a shared tier has of its prompt is here, or has taken too long."""
+        if not sequence.looked_far:
+            sequence.looked_far = True
+            sequence.fetch = cache.prefetch(sequence.request.prompt_ids, sequence.request.salt)
+        return sequence.fetch is None or sequence.fetch.done() or now - sequence.submitted_s > _FETCH_LIMIT_S
 
     def _start(self, sequence: Sequence) -> None:
         """Give a sequence its state; without room it stays as it was."""
@@ -315,8 +331,8 @@ class Engine:
         promised = sum(
             max(other.reserved_pages - len(other.lease.table.pages), 0) for other in self._running if other.lease
         )
-        own = cache.protect(request.prompt_ids[: plan.cached_tokens], request.salt)
-        fresh = wanted - plan.cached_tokens // PAGE_TOKENS
+        own = cache.protect(request.prompt_ids[: plan.held_tokens], request.salt)
+        fresh = wanted - plan.held_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + promised:
             return False
@@ -491,6 +507,10 @@ class Engine:
         """Run one sequence's part of a step; its failure ends it alone. False if it failed."""
         try:
             action(sequence)
+        except LoadFailed as error:
+            log.warning("request %s starts again: %s", sequence.request.id, error)
+            self._again(sequence)
+            return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
             log.exception(
                 "request %s failed", sequence.request.id, extra={"fields": {"request_id": sequence.request.id}}
@@ -498,6 +518,17 @@ class Engine:
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
+
+    def _again(self, sequence: Sequence) -> None:
+        """Back to the queue's head: a page that its start relied on is gone."""
+        assert self.cache is not None and sequence.lease is not None and not sequence.generated
+        self.cache.release(sequence.lease)
+        sequence.state = sequence.lease = None
+        sequence.status, sequence.num_prefilled = Status.WAITING, 0
+        with self._changed:
+            self._running.remove(sequence)
+            self._waiting.insert(0, sequence)
+            self._gauges()
 
     # -- leaving
 

@@ -6,6 +6,7 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -175,7 +176,7 @@ class Finished:
     cache_bytes: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
-    cache_tier: Literal["none", "memory", "disk"] = "none"
+    cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
 
     @property
     def replayed_tokens(self) -> int:
@@ -224,6 +225,8 @@ class Sequence:
         aside: What a preempted sequence goes on from: a snapshot and its pages' bytes.
         num_prefilled: Prompt tokens done, those that a cache held included.
         num_run: Prompt rows that ran, those that ran again included.
+        looked_far: The shared tier was asked for its pages.
+        fetch: The answer, None if there is nothing to wait for.
         cancelled: Set by anyone; the engine's thread ends the sequence at its next step.
     """
 
@@ -236,6 +239,8 @@ class Sequence:
     sampler: Sampler | None = None
     lease: Lease | None = None
     aside: tuple[Any, list[bytes]] | None = None
+    fetch: Future[None] | None = None
+    looked_far: bool = False
     num_prefilled: int = 0
     num_run: int = 0
     reserved_pages: int = 0

@@ -58,10 +58,10 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 
 def test_any_flipped_bit_is_a_miss() -> None:
     record = writer.chain(2, 1)[0]
-    packed = pack_record(record, 6144)
+    packed = pack_record(record, 6144, (3000, 2000))
     assert unpack_record(packed, writer.PAYLOAD_BYTES) == record
     draw = random.Random(3)
-    used = [*range(604), *range(768, 768 + writer.PAYLOAD_BYTES)]
+    used = [*range(620), *range(768, 768 + writer.PAYLOAD_BYTES)]
     for place in draw.sample(used, 300):
         flipped = bytearray(packed)
         flipped[place] ^= 1 << draw.randrange(8)

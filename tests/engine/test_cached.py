@@ -275,7 +275,7 @@ def test_bytes_of_a_long_sequence_are_the_planners(model: Transformer, build: Bu
     ask(engine, prompt(4000, 50), 1)
     pages = engine.cache.pool.num_pages - engine.cache.pool.num_free
     assert pages == -(-4000 // 128)
-    assert engine.cache.pool.bytes_PB[0].numel() == page_bytes(model.config)
+    assert len(engine.cache.pool.read(0)) == page_bytes(model.config)
 
 
 def test_cancel_anywhere_leaves_the_pool_whole(model: Transformer, build: Build) -> None:
