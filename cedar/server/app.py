@@ -49,6 +49,7 @@ _POSTS: dict[str, Any] = {
     "/apply_template": inspecting.apply_template,
     "/v1/requests/{name}/cancel": inspecting.cancel,
     "/v1/cache/purge": caching.cache_purge,
+    "/v1/cache/pin": caching.cache_pin,
     "/v1/cache/explain": caching.cache_explain,
 }
 _GETS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Routes that look into the cache: its sizes, what of a prompt it holds, and forgetting."""
+"""Routes that look into the cache: its sizes, what of a prompt it holds, keeping and forgetting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cedar.errors import CapacityError, RequestError
 from cedar.server.auth import check_admin, key_of
-from cedar.server.schema import conversation, convert, parse_chat_request, parse_object
+from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
 from cedar.server.service import Service, cache_salt, json_response, read_body
 
 
@@ -50,6 +51,26 @@ async def cache_explain(request: HttpRequest) -> Response:
     body = {"prompt_tokens": len(ids), "held_tokens": held, "prompt": decode(own), "nearest": decode(other)}
     note = "the whole prompt is held" if held >= len(ids) - 1 else None
     return json_response({**body, "note": note, "cache_note": _cache_note(body["prompt"], body["nearest"])})
+
+
+async def cache_pin(request: HttpRequest) -> Response:
+    """Keep what the cache holds of a chat request's prompt, or with `pinned: false` let it go again."""
+    check_admin(request)
+    service: Service = request.app.state.service
+    values = parse_object(await read_body(request))
+    pinned = values.pop("pinned", True)
+    if not isinstance(pinned, bool):
+        raise RequestError(f"pinned is {pinned!r}, expected true or false", param="pinned")
+    chat, _ = convert(values, ChatRequest, strict=service.config.strict)
+    service.check_model(chat.model)
+    prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
+    ids = await service.encode(request, prompt, chat.cache_salt)
+    salt = cache_salt(key_of(request), chat.cache_salt)
+    try:
+        tokens = await _ask(request, lambda cache: cache.pin(ids, salt, pinned))
+    except CapacityError as error:
+        raise RequestError(str(error)) from None
+    return json_response({"prompt_tokens": len(ids), "tokens": tokens, "pinned": pinned})
 
 
 def _cache_note(prompt: str, nearest: str) -> str | None:

@@ -143,6 +143,8 @@ def count_pages(cache: Mapping[str, Any]) -> dict[tuple[str, str], int]:
         ("memory", "prefix"): cache["tree_pages"],
         ("memory", "running"): max(0, used - cache["tree_pages"]),
     }
+    if cache.get("host_pages"):
+        counts["host", "prefix"] = cache["host_pages"]
     if "pages" in cache["disk"]:
         counts["disk", "prefix"] = cache["disk"]["pages"]
     return counts

@@ -46,6 +46,9 @@ export interface Stats {
   pages: number;
   free_pages: number;
   tree_pages: number;
+  pinned_pages?: number;
+  host_pages?: number;
+  host_bytes?: number;
   snapshots: number;
   snapshot_bytes: number;
   disk: { pages?: number; segment_bytes?: number; index_bytes?: number; budget_bytes?: number };

@@ -107,7 +107,10 @@ function drawPages(stats: Stats): void {
     const free = Math.max(0, (disk.budget_bytes ?? 0) - size);
     drawBar(bar, [{ name: "hit", what: "used", size }, { name: "free", what: "free", size: free }]);
   }
-  byId("snapshots").textContent = `${count(stats.snapshots)} snapshots in memory, ${bytes(stats.snapshot_bytes)}`;
+  const host = stats.host_pages ? `; ${count(stats.host_pages)} pages in host memory, ${bytes(stats.host_bytes ?? 0)}` : "";
+  const pinned = stats.pinned_pages ? `; ${count(stats.pinned_pages)} pages pinned` : "";
+  byId("snapshots").textContent =
+    `${count(stats.snapshots)} snapshots in memory, ${bytes(stats.snapshot_bytes)}${host}${pinned}`;
 }
 
 async function look(): Promise<void> {
