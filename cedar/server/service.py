@@ -278,6 +278,9 @@ class Answers:
         told["resume"], told["finish_reason"] = end.resume, end.reason
         if ttft_s is not None:
             told["ttft_s"] = round(ttft_s, 4)
+        elif end.reason == "stop":
+            fields = {"fields": {"request_id": self.request_id}}
+            log.warning("request %s: the model ended its answer with its first token", self.request_id, extra=fields)
 
     def _failure(self) -> RequestError:
         if self.was_cancelled:
