@@ -6,14 +6,12 @@ Nothing is imported above that a command might not need: `cedar --help` and `ced
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from cedar.cache.store import PageStore
-
-LogFormat = Literal["text", "json"]
 
 app = typer.Typer(
     name="cedar",
@@ -219,7 +217,9 @@ def serve(
         bool,
         typer.Option("--emit-reasoning-alias", help="Send thoughts as `reasoning` too, for clients that read that."),
     ] = False,
-    log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or JSON objects: one a request.")] = "text",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log JSON objects, one a line, instead of lines for people.")
+    ] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
     ] = None,
@@ -247,7 +247,7 @@ def serve(
     from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
-    set_up_logs(log_format)
+    set_up_logs(as_json=log_json)
     check_packages()
     files = open_model(model, name=name)
     config = ServeConfig(

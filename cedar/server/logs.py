@@ -6,9 +6,7 @@ import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO
-
-LogFormat = Literal["text", "json"]
+from typing import TextIO
 
 
 class JsonLines(logging.Formatter):
@@ -27,8 +25,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(whole, ensure_ascii=False)
 
 
-def set_up_logs(form: LogFormat, stream: TextIO = sys.stderr) -> None:
+def set_up_logs(*, as_json: bool, stream: TextIO = sys.stderr) -> None:
     """Send what is logged from INFO on to `stream`."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

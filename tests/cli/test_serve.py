@@ -78,7 +78,7 @@ def test_it_says_what_it_serves_and_serves_it(start: Start, model_dir: Path) -> 
 
 
 def test_logs_as_json(start: Start, model_dir: Path) -> None:
-    process = start("--model", str(model_dir), "--port", "0", "--log-format", "json")
+    process = start("--model", str(model_dir), "--port", "0", "--log-json")
     url = url_of(read_until(process, "ready in"))
     told = httpx.get(f"{url}/health").headers["x-request-id"]
     process.send_signal(signal.SIGTERM)
