@@ -43,7 +43,7 @@ def cache_tokens(ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[
     """
     tokens = list(ids)
     for span in images:
-        about = span.digest + struct.pack("<II", *span.grid)
+        about = span.digest + struct.pack("<III", span.stop - span.start, *span.grid)
         mark = int.from_bytes(hashlib.sha256(about).digest()[:_IMAGE_BYTES], "little") << 32
         for place in range(span.start, span.stop):
             tokens[place] = mark | ids[place]

@@ -15,7 +15,8 @@ from typing import Literal
 
 from cedar.cache.pages import PagePool
 from cedar.cache.store import Header, Listed, PageStore, Record
-from cedar.errors import CedarError, FormatError
+from cedar.cache.tiers import HostTier
+from cedar.errors import CedarError
 
 TierName = Literal["none", "memory", "host", "disk", "shared"]
 
@@ -47,10 +48,12 @@ class Loading:
         pages: (what was found, the page to fill), in order; nobody else holds the pages.
     """
 
-    def __init__(self, pages: list[tuple[Found, int]], pool: PagePool, store: PageStore | None) -> None:
+    def __init__(
+        self, pages: list[tuple[Found, int]], pool: PagePool, store: PageStore | None, host: HostTier | None = None
+    ) -> None:
         self.pages = pages
         self.error: Exception | None = None
-        self._pool, self._store = pool, store
+        self._pool, self._store, self._host = pool, store, host
         self._ready = {source: threading.Event() for source in pool.layout.sections}
         self._finished = threading.Event()
         self._cancelled = False
@@ -86,7 +89,11 @@ class Loading:
                 for found, page in self.pages:
                     if self._cancelled:
                         raise LoadFailed("the sequence has left")
-                    self._pool.write_section(page, source, self._section(found, part, headers))
+                    try:
+                        self._pool.write_section(page, source, self._section(found, part, headers))
+                    except Exception as error:
+                        self._reject(found, error)
+                        raise
                 self._ready[source].set()
         except Exception as error:  # whatever it is, whoever waits must hear of it
             self.error = error
@@ -101,10 +108,14 @@ class Loading:
             start = sum(sizes[:part])
             return found.stored.payload[start : start + sizes[part]]
         assert self._store is not None
-        try:
-            if found.key not in headers:
-                headers[found.key] = self._store.read_header(found.key, found.stored)
-            return self._store.read_part(headers[found.key], found.stored, part)
-        except (FormatError, OSError) as error:
+        if found.key not in headers:
+            headers[found.key] = self._store.read_header(found.key, found.stored)
+        return self._store.read_part(headers[found.key], found.stored, part)
+
+    def _reject(self, found: Found, error: Exception) -> None:
+        """Whatever was wrong with it: it is not found again, or its sequence would start again for ever."""
+        if isinstance(found.stored, Listed):
+            assert self._store is not None
             self._store.reject(found.key, error)
-            raise
+        elif self._host is not None:
+            self._host.forget(found.key)

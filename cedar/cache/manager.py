@@ -149,10 +149,13 @@ class CacheManager:
     ) -> None:
         self.config, self.strict, self.turns = config, strict, turns
         self.pool = PagePool(PageLayout(config), num_pages, device)
+        self.fingerprint = fingerprint
         self.tree = PrefixTree(self.pool, fingerprint)
         self.snapshots = SnapshotPool(snapshot_bytes, snapshot_ttl_s)
         self.metrics = CacheMetrics()
         self._dtype, self._store, self._shared = dtype, store, shared
+        if store is not None:
+            store.divide(tuple(self.pool.layout.sections.values()))
         assert shared is None or host_bytes, "what comes from a shared tier needs host memory to arrive in"
         self._host = HostTier(host_bytes) if host_bytes else None
         # pages that leave memory go there, unless memory is the host's own
@@ -279,6 +282,11 @@ class CacheManager:
         lease.table.reserve(num_tokens, write_from)
         return True
 
+    def evict(self, num_pages: int, protected: Collection[Node] = ()) -> None:
+        """Free up to `num_pages` pages, those worth least first; the tiers below get what they lack."""
+        leaving = self._demote if self._demotes else self._persist
+        self.metrics.evicted_pages += self.tree.evict(num_pages, protected, leaving)
+
     def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Offer the whole pages of the tokens written so far."""
         if not self._settle(lease) or not lease.keep or (self.strict and lease.plan.lineage):
@@ -329,6 +337,13 @@ class CacheManager:
         """
         self._whole(lease)
         return Lease(lease.table.fork(), lease.salt, lease.plan, lease.node, lease.published, lease.keep)
+
+    def rewind(self, lease: Lease, num_tokens: int) -> None:
+        """The sequence goes on from its first `num_tokens` tokens; what it published beyond stays as it is."""
+        lease.table.truncate(num_tokens)
+        while lease.published > num_tokens:
+            assert lease.node.parent is not None
+            lease.node, lease.published = lease.node.parent, lease.published - PAGE_TOKENS
 
     def swap_out(self, lease: Lease) -> list[bytes]:
         """The lease's pages as bytes; the lease holds none any more.
@@ -560,7 +575,7 @@ class CacheManager:
         for page in pages:
             table.adopt(page)
             self.pool.release(page)
-        loading = Loading(list(zip(found, pages, strict=True)), self.pool, self._store)
+        loading = Loading(list(zip(found, pages, strict=True)), self.pool, self._store, self._host)
         self._loaders.submit(loading.run)
         return loading
 
@@ -598,8 +613,7 @@ class CacheManager:
         if num_pages > self.pool.num_free:
             self._reap()
         if num_pages > self.pool.num_free:
-            leaving = self._demote if self._demotes else self._persist
-            self.metrics.evicted_pages += self.tree.evict(num_pages - self.pool.num_free, protected, leaving)
+            self.evict(num_pages - self.pool.num_free, protected)
         return num_pages <= self.pool.num_free
 
     def _fetch(self, shared: SharedStore, parent: bytes, tokens: Sequence[int]) -> None:

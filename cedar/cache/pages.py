@@ -153,6 +153,14 @@ class PageTable:
         while len(self.pages) * PAGE_TOKENS < num_tokens:
             self.pages.append(self.pool.take())
 
+    def truncate(self, num_tokens: int) -> None:
+        """Give back the pages behind the first `num_tokens` tokens."""
+        keep = -(-num_tokens // PAGE_TOKENS)
+        for page in self.pages[keep:]:
+            self.pool.release(page)
+        del self.pages[keep:]
+        self._page_P = None
+
     def page_P(self) -> Tensor:
         """The pages' numbers on the pool's device."""
         if self._page_P is None:

@@ -51,14 +51,14 @@ class SharedStore:
         ConfigError: obstore is not installed, or the URL is none of its kinds.
     """
 
-    def __init__(self, url: str, *, fingerprint: bytes, payload_bytes: int, parts: Sequence[int]) -> None:
+    def __init__(self, url: str, *, fingerprint: bytes, payload_bytes: int) -> None:
         try:
             import obstore
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError:
             raise ConfigError("a shared cache needs obstore: pip install 'cedar-lm[shared]'") from None
-        self.url, self.payload_bytes, self.parts = url, payload_bytes, tuple(parts)
+        self.url, self.payload_bytes = url, payload_bytes
         self.stats = SharedStats()
         # a folder's errors are Python's own
         self._api: Any = obstore
@@ -160,9 +160,10 @@ class SharedStore:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            packed = pack_record(item, PAGE_HEADER_BYTES + self.payload_bytes, self.parts) + squeezed(item.tokens)
+            packed = pack_record(item, PAGE_HEADER_BYTES + self.payload_bytes, (self.payload_bytes,))
             try:
-                self._api.put(self._store, self._path(item.parent, item.key), packed, mode="create")
+                path = self._path(item.parent, item.key)
+                self._api.put(self._store, path, packed + squeezed(item.tokens), mode="create")
             except self._api.exceptions.AlreadyExistsError:
                 continue
             except Exception as error:  # the tier may fail, serving must not

@@ -101,6 +101,12 @@ class _Saved(NamedTuple):
     value: bytes
 
 
+class _Used(NamedTuple):
+    """Pages that served a request."""
+
+    keys: tuple[bytes, ...]
+
+
 class Listed(NamedTuple):
     """What the index knows of a page; `key` has the bytes that the index keeps of it."""
 
@@ -218,7 +224,6 @@ class PageStore:
         fingerprint: Weights, config and format that the pages belong to; another one sees none of them.
         payload_bytes: Bytes of a page.
         budget_bytes: Segment files of all processes together.
-        parts: Bytes of each part of a page that is read by itself; the whole page by default.
         day_bytes: What all processes together may write in a day; None sets no limit.
         read_only: Open what is there; write no page.
 
@@ -234,13 +239,11 @@ class PageStore:
         fingerprint: bytes,
         payload_bytes: int,
         budget_bytes: int,
-        parts: Sequence[int] | None = None,
         day_bytes: int | None = None,
         read_only: bool = False,
     ) -> None:
-        self.payload_bytes, self.day_bytes = payload_bytes, day_bytes
-        self.parts = (payload_bytes,) if parts is None else tuple(parts)
-        assert sum(self.parts) == payload_bytes and len(self.parts) <= MAX_PARTS
+        self.payload_bytes, self.day_bytes, self.fingerprint = payload_bytes, day_bytes, fingerprint
+        self.parts: tuple[int, ...] = (payload_bytes,)
         self.record_bytes = -(-(PAGE_HEADER_BYTES + payload_bytes) // PAGE_DISK_UNIT) * PAGE_DISK_UNIT
         if budget_bytes < 2 * self.record_bytes:
             raise CapacityError(f"a disk tier of {budget_bytes} bytes holds no page of {self.record_bytes}")
@@ -249,8 +252,9 @@ class PageStore:
         self._slots = max(min(SEGMENT_BYTES, budget_bytes // 8) // self.record_bytes, 1)
         self.directory = directory / fingerprint.hex()[:32]
         self.stats = StoreStats()
-        self._lock = threading.RLock()
-        self._queue: queue.Queue[Record | _Saved | threading.Event | None] = queue.Queue(_MAX_QUEUED)
+        # of the connection that writes, which may have to wait for other processes, and of the one that never does
+        self._lock, self._asking = threading.RLock(), threading.Lock()
+        self._queue: queue.Queue[Record | _Saved | _Used | threading.Event | None] = queue.Queue(_MAX_QUEUED)
         self._num_turns = 0
         # (start of the day, wall clock and steady clock when this process first saw it)
         self._day: tuple[float, float, float] | None = None
@@ -263,6 +267,7 @@ class PageStore:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write_format(fingerprint)
         self._index = self._open_index(read_only)
+        self._asked = self._connect(self.directory / INDEX)
         if read_only:
             return
         self.writer = f"w-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -271,6 +276,11 @@ class PageStore:
         self._sweep()
         self._thread = threading.Thread(target=self._write_loop, name="cedar-store", daemon=True)
         self._thread.start()
+
+    def divide(self, parts: Sequence[int]) -> None:
+        """Say of how many bytes the parts of a page are that `read_part` reads; before the first page is written."""
+        assert sum(parts) == self.payload_bytes and len(parts) <= MAX_PARTS, parts
+        self.parts = tuple(parts)
 
     # -- reading
 
@@ -402,19 +412,11 @@ class PageStore:
         return held + common
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These pages served a request: their segments stay longer."""
-        with self._lock:
-            try:
-                for key in keys:
-                    self._index.execute(
-                        "UPDATE segments SET used = ? WHERE (writer, segment) ="
-                        " (SELECT writer, segment FROM pages WHERE key = ?)",
-                        (time.time(), key[:_KEY_BYTES]),
-                    )
-                self._index.commit()
-            except sqlite3.Error as error:
-                self._index.rollback()
-                self._failed("index", error)
+        """These pages served a request: their segments stay longer. The writer notes it."""
+        try:
+            self._queue.put_nowait(_Used(tuple(keys)))
+        except queue.Full:
+            self.stats.fail("behind")
 
     # -- writing
 
@@ -448,8 +450,9 @@ class PageStore:
             if self._file >= 0:
                 os.close(self._file)
             os.close(self._writer_lock)
-        with self._lock:
+        with self._lock, self._asking:
             self._index.close()
+            self._asked.close()
 
     # -- turns of the replay map
 
@@ -636,6 +639,9 @@ class PageStore:
             if turns:
                 self._write_turns(turns)
             for item in items:
+                if isinstance(item, _Used):
+                    self._note_use(item.keys)
+            for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
             if None in items:
@@ -670,6 +676,19 @@ class PageStore:
                 raise
         self.stats.written += len(rows)
         self.stats.bytes_written += len(rows) * self.record_bytes
+
+    def _note_use(self, keys: Sequence[bytes]) -> None:
+        segments = {listed.place[:2] for listed in self.locate(keys).values()}
+        with self._lock:
+            try:
+                self._index.executemany(
+                    "UPDATE segments SET used = ? WHERE writer = ? AND segment = ?",
+                    [(time.time(), *segment) for segment in segments],
+                )
+                self._index.commit()
+            except sqlite3.Error as error:
+                self._index.rollback()
+                self._failed("index", error)
 
     def _allowed(self, num_records: int) -> int:
         """How many of so many records the day's budget still takes; they are counted as written."""
@@ -820,9 +839,9 @@ class PageStore:
         return rows[0] if rows else None
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock:
+        with self._asking:
             try:
-                return self._index.execute(query, values).fetchall()
+                return self._asked.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 self._failed("index", error)
                 return []

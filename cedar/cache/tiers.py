@@ -61,6 +61,11 @@ class HostTier:
             pages = [self._pages[key] for key in self._children.get(parent, ())]
         return max(pages, key=lambda page: common_length(page[0].tokens, tokens), default=None)
 
+    def forget(self, key: bytes) -> None:
+        """This page is no good."""
+        with self._lock:
+            self._drop(key)
+
     def clear(self) -> int:
         """Forget all; how many pages."""
         with self._lock:

@@ -17,8 +17,11 @@ from cedar.formats.fp8 import dequantize_tiles
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear
 from cedar.model.moe import Experts
+from cedar.model.rows import DiskTable, Plane
 from cedar.model.transformer import Transformer
 
+# where Engram's tables lie while a model runs
+EngramPlace = Literal["memory", "mapped", "disk"]
 # values decoded at once: bounds what decoding needs beyond the module itself
 CHUNK_VALUES = 1 << 21
 
@@ -28,7 +31,8 @@ def read_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    engram: Literal["memory", "mapped"] = "memory",
+    engram: EngramPlace = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
@@ -39,7 +43,9 @@ def read_checkpoint(
     Args:
         path: Directory with config.json, the shards and their index.
         dtype: float32 or bfloat16; both hold every stored weight exactly.
-        engram: `memory` copies the FP8 tables, `mapped` reads rows from the file as they are asked for.
+        engram: `memory` copies the FP8 tables; `mapped` maps the file, so that what was touched stays as long as
+            the machine has memory to spare; `disk` reads rows as they are asked for and keeps a bounded number.
+        engram_cache_bytes: Rows that `disk` keeps, all tables together.
 
     Raises:
         ConfigError: config.json is missing or wrong.
@@ -54,7 +60,7 @@ def read_checkpoint(
     config = files.config
     # the float tables would be four times the packed ones, for nothing
     model = Transformer(config, device=device, dtype=dtype, table_device="meta")
-    load_weights(model, files, engram=engram)
+    load_weights(model, files, engram=engram, engram_cache_bytes=engram_cache_bytes)
     if config.engram.layer_ids and (files.directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(files.directory)
         tokenizer.check(config)
@@ -63,7 +69,13 @@ def read_checkpoint(
 
 
 @torch.no_grad()
-def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory") -> None:
+def load_weights(
+    model: Transformer,
+    files: CheckpointFiles,
+    *,
+    engram: EngramPlace = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
+) -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
     Engram tables become packed ones.
@@ -76,7 +88,7 @@ def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal[
     try:
         for weight in weights:
             if weight.storage is Storage.FP8_ROWS:
-                _load_table(model, files, weight, engram)
+                _load_table(model, files, weight, engram, engram_cache_bytes // len(files.config.engram.layer_ids))
             else:
                 _load_weight(model, files, weight)
     finally:
@@ -106,7 +118,7 @@ def row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _load_table(
-    model: Transformer, files: CheckpointFiles, weight: StoredWeight, engram: Literal["memory", "mapped"]
+    model: Transformer, files: CheckpointFiles, weight: StoredWeight, engram: EngramPlace, cache_bytes: int
 ) -> None:
     table = owner(model, weight)
     assert isinstance(table, EngramTable)
@@ -114,6 +126,13 @@ def _load_table(
     codes, scales = f"{weight.name}.weight", f"{weight.name}.scale"
     if engram == "mapped":
         table.set_packed(files.map(codes).view(rows, columns), files.map(scales).view(rows, columns // GROUP))
+        return
+    if engram == "disk":
+        first, second = (
+            Plane(files.locations[name].file, files.locations[name].start, width)
+            for name, width in ((codes, columns), (scales, columns // GROUP))
+        )
+        table.set_disk(DiskTable(first, second, rows, cache_bytes=cache_bytes))
         return
     device = model.device
     table.set_packed(

@@ -132,10 +132,8 @@ def convert_checkpoint(
 def encode(model: Transformer, weight: StoredWeight) -> Iterator[Tensor]:
     """A text weight's bytes on disk, in chunks. Raises FormatError if it holds NaN or infinity."""
     module = owner(model, weight)
-    if isinstance(module, EngramTable) and module.codes is not None:
-        assert module.scales is not None
-        yield module.codes
-        yield module.scales
+    if isinstance(module, EngramTable) and module.weight is None:
+        yield from module.stored()
         return
     values = target(model, weight)
     rows = values.view(1, -1) if values.dim() == 1 else values

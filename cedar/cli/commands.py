@@ -6,7 +6,7 @@ Nothing is imported above that a command might not need: `cedar --help` and `ced
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -202,7 +202,14 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its directory otherwise.")] = None,
     context: Annotated[int | None, CONTEXT] = None,
-    prefill_chunk: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens per step.")] = 256,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Rows of a step, prompts and answers together; by the device."),
+    ] = None,
+    target_tpot: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Time between tokens to keep: prompts make way for streams."),
+    ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name that clients may use; * takes any. Repeat for more.")
     ] = None,
@@ -229,6 +236,22 @@ def serve(
     cache_disk: Annotated[
         str, typer.Option(metavar="BYTES", help="What the files in --cache-dir may grow to.")
     ] = "8GiB",
+    cache_day: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="What may be written to --cache-dir in a day.")
+    ] = None,
+    cache_shared: Annotated[
+        str | None, typer.Option(metavar="URL", help="Share pages through an object store: s3://, gs://, file:///.")
+    ] = None,
+    cache_host: Annotated[
+        str, typer.Option(metavar="BYTES", help="Host memory for pages that leave a GPU or come from --cache-shared.")
+    ] = "512MiB",
+    exact_turns: Annotated[
+        bool, typer.Option(help="An answer that a client sends back stands in the prompt as it was generated.")
+    ] = True,
+    engram: Annotated[
+        str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
+    ] = "memory",
+    engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
     strict_cache: Annotated[
         bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
     ] = False,
@@ -241,7 +264,7 @@ def serve(
 
     from cedar.cli.requirements import check_memory, check_packages
     from cedar.config.serve import ServeConfig
-    from cedar.engine.load import open_model, start_engine
+    from cedar.engine.load import context_tokens, open_model, start_engine
     from cedar.planner.fit import parse_bytes
     from cedar.planner.kv import global_bytes_per_token, page_bytes
     from cedar.server.logs import set_up_logs
@@ -254,7 +277,8 @@ def serve(
         host=host,
         port=port,
         max_context=context,
-        prefill_chunk=prefill_chunk,
+        max_step_tokens=step_tokens,
+        target_tpot_s=target_tpot,
         aliases=tuple(alias or ()),
         api_key_file=api_key_file,
         drain_s=drain,
@@ -263,8 +287,17 @@ def serve(
         cache_dir=cache_dir,
         cache_bytes=parse_bytes(cache_memory),
         cache_disk_bytes=parse_bytes(cache_disk),
+        cache_day_bytes=None if cache_day is None else parse_bytes(cache_day),
+        cache_shared=cache_shared,
+        cache_host_bytes=parse_bytes(cache_host),
+        exact_turn_replay=exact_turns,
+        engram=cast(Any, engram),
+        engram_cache_bytes=parse_bytes(engram_cache),
         strict_cache=strict_cache,
     )
+    held = context_tokens(files, config)
+    limit = files.config.max_position_embeddings if context is None else context
+    short = f" ({cache_memory} of pages hold no more; --cache-memory)" if held < limit and context is None else ""
     needed = check_memory(files.config, config)
     listener = listen(config)
     began = time.monotonic()
@@ -273,7 +306,7 @@ def serve(
     print(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
-        f"context {config.context(files.config):,} tokens\n"
+        f"context {held:,} tokens{short}\n"
         f"tiers    memory {cache_memory} ({config.cache_bytes // page_bytes(files.config):,} pages of 128 tokens), "
         f"disk {f'{cache_disk} in {cache_dir}' if cache_dir else 'none (--cache-dir DIR)'}\n"
         f"memory   about {sum(needed.values()) / 2**20:,.0f} MiB, weights {needed['weights'] / 2**20:,.0f} of them\n"
@@ -303,11 +336,22 @@ app.add_typer(cache, name="cache")
 CACHE_DIR = typer.Argument(metavar="DIR", help="What `cedar serve --cache-dir` was given.")
 
 
-def _tier(model: str, directory: Path, *, read_only: bool) -> PageStore:
-    from cedar.config.serve import ServeConfig
-    from cedar.engine.load import open_model, open_store
+CACHE_OF = typer.Option("--of", metavar="NUMERICS", help="Pages computed by cpu-float32 or by cuda-bfloat16.")
 
-    return open_store(open_model(model), ServeConfig(cache_dir=directory), read_only=read_only)
+
+def _tier(model: str, directory: Path, numerics: str | None) -> PageStore:
+    """The tier of a model; of the one kind of pages that there is, unless told."""
+    from cedar.config.serve import ServeConfig
+    from cedar.engine.load import NUMERICS, fingerprint, open_model, open_store
+    from cedar.errors import ConfigError
+
+    files = open_model(model)
+    if numerics is None:
+        there = [kind for kind in NUMERICS if (directory / fingerprint(files, kind).hex()[:32]).exists()]
+        if len(there) > 1:
+            raise ConfigError(f"{directory} holds pages of {' and '.join(there)}: choose with --of")
+        numerics = there[0] if there else NUMERICS[0]
+    return open_store(files, ServeConfig(cache_dir=directory), numerics=numerics, read_only=True)
 
 
 @cache.command("ls")
@@ -315,30 +359,42 @@ def cache_ls(
     directory: Annotated[Path, CACHE_DIR],
     model: Annotated[str, MODEL] = "bundled",
     text: Annotated[bool, typer.Option("--text", help="Show how each page begins.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
 ) -> None:
-    """The pages that are kept, one a line: key, tokens, bounded replays upstream."""
+    """The pages that are kept, one a line: key, tokens, bounded replays upstream, and whether it is pinned."""
     from cedar.engine.load import open_model
 
-    tier, tokenizer = _tier(model, directory, read_only=True), open_model(model).tokenizer
+    tier, tokenizer = _tier(model, directory, of), open_model(model).tokenizer
     for page in tier.walk():
-        shown = f"  {tokenizer.decode(list(page.tokens[:24]))!r}" if text else ""
-        print(f"{page.key.hex()}  {len(page.tokens):3} tokens  lineage {page.lineage}{shown}")
+        # an image's positions carry the image above their id
+        ids = [token % 2**32 for token in page.tokens[:24]]
+        shown = f"  {tokenizer.decode(ids)!r}" if text else ""
+        pinned = "  pinned" if page.pinned else ""
+        print(f"{page.key.hex()}  {len(page.tokens):3} tokens  lineage {page.lineage}{pinned}{shown}")
     tier.close()
 
 
 @cache.command("stats")
-def cache_stats(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+def cache_stats(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
     """Pages, segments, snapshots and bytes."""
-    tier = _tier(model, directory, read_only=True)
+    tier = _tier(model, directory, of)
     for name, value in tier.describe().items():
         print(f"{name:15} {value:,}" if isinstance(value, int) else f"{name:15} {value}")
     tier.close()
 
 
 @cache.command("verify")
-def cache_verify(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+def cache_verify(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
     """Read every page and check it; broken ones are forgotten. Status 1 if there were any."""
-    tier = _tier(model, directory, read_only=True)
+    tier = _tier(model, directory, of)
     whole, broken = tier.verify()
     tier.close()
     print(f"{whole} whole, {broken} broken and forgotten")
@@ -346,12 +402,39 @@ def cache_verify(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MO
 
 
 @cache.command("purge")
-def cache_purge(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
-    """Forget every page and snapshot of this model, and delete the files."""
-    tier = _tier(model, directory, read_only=True)
-    count = tier.purge()
+def cache_purge(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned pages too.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
+    """Forget every page, snapshot and turn of this model, and delete the files; pinned pages stay."""
+    tier = _tier(model, directory, of)
+    count = tier.purge(pinned=pinned)
     tier.close()
     print(f"{count} pages forgotten")
+
+
+@cache.command("pin")
+def cache_pin(
+    directory: Annotated[Path, CACHE_DIR],
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="A chat request as JSON, or any text file.")],
+    model: Annotated[str, MODEL] = "bundled",
+    salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
+    off: Annotated[bool, typer.Option("--off", help="Let the pages go again.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
+    """Keep the pages that a request begins with: no budget and no purge takes them. Status 1 if there are none."""
+    from cedar.cache.keys import root_key
+    from cedar.chat.explain import read_prompt
+    from cedar.engine.load import open_model
+
+    files, tier = open_model(model), _tier(model, directory, of)
+    prompt = read_prompt(request, files.tokenizer, thinking=files.defaults.thinking)
+    held = tier.pin_prompt(root_key(tier.fingerprint, salt.encode()), prompt, not off)
+    tier.close()
+    print(f"{held} of {len(prompt)} tokens {'unpinned' if off else 'pinned'}")
+    raise typer.Exit(int(held == 0))
 
 
 @cache.command("explain")

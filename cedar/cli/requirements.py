@@ -63,8 +63,8 @@ def memory_needed(model: ModelConfig, config: ServeConfig) -> dict[str, int]:
     (weights,) = [form.dense for form in weight_bytes(model) if form.form == "f32"]
     return {
         "weights": weights,
-        "cache": config.cache_bytes + config.snapshot_bytes,
-        "steps": step_bytes(model, rows=config.prefill_chunk),
+        "cache": config.cache_bytes + config.snapshot_budget,
+        "steps": step_bytes(model, rows=config.max_step_tokens or 272),
     }
 
 

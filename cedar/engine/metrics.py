@@ -17,6 +17,11 @@ class Metrics:
         preempted: Times that a sequence was set aside for want of pages.
         cached_tokens: Prompt tokens found in a cache, by tier.
         resumes: Requests by the way their prompt started.
+        rows: Rows that ran: of prompts, of tokens that were known already, of generated tokens, of drafts.
+        steps: Passes of the model.
+        step_s: Seconds that they took.
+        drafted_tokens: Drafts that were verified.
+        accepted_tokens: Drafts that became part of an answer.
         waiting: Requests in the queue now.
         running: Sequences that hold a state now.
     """
@@ -29,6 +34,11 @@ class Metrics:
     resumes: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    step_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -43,6 +53,8 @@ class Metrics:
             self.cached_tokens[end.cache_tier] = self.cached_tokens.get(end.cache_tier, 0) + end.cached_tokens
         self.prompt_tokens += prefilled
         self.completion_tokens += end.completion_tokens
+        self.drafted_tokens += end.drafted_tokens
+        self.accepted_tokens += end.accepted_tokens
         self.queue_s += end.queue_s
         self.prefill_s += end.prefill_s
         self.decode_s += end.decode_s

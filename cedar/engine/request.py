@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
 Replay = Literal["bounded", "exact", "off"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +103,11 @@ class Request:
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
+        timeout_s: The request ends with reason `timeout` if its first token has not come after so long; as that
+            time draws near it goes before others of its priority.
+
+    Raises:
+        RequestError: A timeout of no time.
     """
 
     prompt_ids: tuple[int, ...]
@@ -114,6 +119,11 @@ class Request:
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise RequestError(f"timeout_s is {self.timeout_s}, expected more than 0 seconds", param="timeout_s")
 
 
 def check_room(num_prompt: int, wanted: int | None, context: int) -> int:
@@ -151,12 +161,21 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The answer is its first `num_tokens` tokens again; those that came after them are taken back."""
+
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """The last event of a request.
 
     Attributes:
-        completion_tokens: Tokens generated, a stop token included.
+        completion_tokens: Tokens generated, a stop token included; of a fork, the inherited ones too.
+        drafted_tokens: Tokens that were proposed and verified.
+        accepted_tokens: Those among them that became part of the answer.
         cached_tokens: Tokens of the prompt that a cache held already.
         run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
@@ -174,6 +193,8 @@ class Finished:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
@@ -184,7 +205,7 @@ class Finished:
         return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
 
 
-Event = Progress | Token | Finished
+Event = Progress | Token | Rewound | Finished
 
 
 class Handle:
@@ -220,13 +241,19 @@ class Sequence:
     """A request while the engine works on it; only the engine's thread changes it after submission.
 
     Attributes:
+        tokens: Prompt and answer so far.
+        said: The answer's tokens as they were sent.
         state: The model's state of this sequence, None before admission and while preempted.
         lease: Its pages, None before admission and without a cache.
         aside: What a preempted sequence goes on from: a snapshot and its pages' bytes.
-        num_prefilled: Prompt tokens done, those that a cache held included.
-        num_run: Prompt rows that ran, those that ran again included.
+        num_done: Tokens whose rows have run, those that a cache held included.
+        num_run: Rows of the prompt, and of answer tokens that were known already, that ran for this request.
         looked_far: The shared tier was asked for its pages.
         fetch: The answer, None if there is nothing to wait for.
+        width: Drafts that its last step verified.
+        alone: A step that it was part of failed, so its next one has no company.
+        waits_for: Whose prompt's end it starts from.
+        forks: Who starts from its prompt's end.
         cancelled: Set by anyone; the engine's thread ends the sequence at its next step.
     """
 
@@ -234,6 +261,8 @@ class Sequence:
     emit: Callable[[Event], None]
     max_tokens: int
     submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    said: list[Token] = field(default_factory=list)
     status: Status = Status.WAITING
     state: Any = None
     sampler: Sampler | None = None
@@ -241,10 +270,45 @@ class Sequence:
     aside: tuple[Any, list[bytes]] | None = None
     fetch: Future[None] | None = None
     looked_far: bool = False
-    num_prefilled: int = 0
+    num_done: int = 0
     num_run: int = 0
     reserved_pages: int = 0
-    generated: list[int] = field(default_factory=list)
+    width: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    stepped: int = 0
+    alone: bool = False
+    waits_for: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose rows have still to run before the next one is chosen."""
+        return len(self.tokens) - self.num_done
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the first token must have come, None once it has."""
+        if self.request.timeout_s is None or self.first_token_s:
+            return None
+        return self.submitted_s + self.request.timeout_s
+
+    @property
+    def phase(self) -> str:
+        """The status in the words of the metrics: rows that a cache held run in `replay`, drafts in `verify`."""
+        if self.status is Status.PREFILL and self.lease is not None and self.num_done < self.lease.plan.cached_tokens:
+            return "replay"
+        if self.status is Status.PREFILL and self.num_done >= self.num_prompt:
+            return "replay"
+        return "verify" if self.status is Status.DECODE and self.width else self.status.value

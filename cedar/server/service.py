@@ -20,7 +20,7 @@ from cedar.chat.encode import Conversation, encode
 from cedar.chat.grammar import Grammars
 from cedar.chat.parse import Answer
 from cedar.config.serve import ServeConfig
-from cedar.engine.load import ModelFiles, fingerprint
+from cedar.engine.load import ModelFiles, context_tokens
 from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
 from cedar.errors import RequestError
 from cedar.planner.kv import global_bytes_per_token
@@ -48,7 +48,7 @@ class Service:
 
     def __init__(self, files: ModelFiles, config: ServeConfig) -> None:
         self.files, self.config = files, config
-        self.context = config.context(files.config)
+        self.context = context_tokens(files, config)
         self.engine: Any = None
         self.stopping = self.draining = False
         self.started_s = int(time.time())
@@ -56,7 +56,6 @@ class Service:
         self.grammars = Grammars(files.tokenizer, files.config.vocab_size)
         self.keys = [] if config.api_key_file is None else load_keys(config.api_key_file)
         self.open: dict[str, Answers] = {}
-        self._weights = fingerprint(files).hex()[:12]
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._look(self._loop.time())
@@ -159,7 +158,10 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """Which weights and which arithmetic an answer comes from (serving.md 6.3)."""
-        return f"{self._weights}-{'loading' if self.engine is None else self.engine.numerics}"
+        if self.engine is None:
+            return "loading"
+        mark = getattr(getattr(self.engine, "cache", None), "fingerprint", b"")
+        return f"{mark.hex()[:12]}-{self.engine.numerics}"
 
     def gauges(self) -> tuple[int, int]:
         """Sequences that run, and requests that wait."""

@@ -39,6 +39,9 @@ def test_ls_stats_verify_purge(tier: Path, model_dir: Path) -> None:
     assert len(lines) >= 2 and "128 tokens  lineage 0" in "".join(lines) and "Once" in "".join(lines)
     assert f"pages           {len(lines)}" in run("cache", "stats", *options)
     assert run("cache", "verify", *options) == f"{len(lines)} whole, 0 broken and forgotten\n"
+    request = tier.parent / "request.txt"
+    request.write_text("Once upon a time there was a small red fox. " * 12)
+    assert run("cache", "pin", str(tier), str(request), *options[1:], status=1).startswith("0 of ")
     segment = max(tier.glob("*/w-*/*.seg"), key=lambda file: file.stat().st_size)
     content = bytearray(segment.read_bytes())
     content[900] ^= 1
@@ -46,6 +49,23 @@ def test_ls_stats_verify_purge(tier: Path, model_dir: Path) -> None:
     assert "1 broken" in run("cache", "verify", *options, status=1)
     assert f"{len(lines) - 1} pages forgotten" in run("cache", "purge", *options)
     assert run("cache", "ls", *options) == "" and not list(tier.glob("*/w-*/*.seg"))
+
+
+def test_pin(tier: Path, model_dir: Path, tmp_path: Path) -> None:
+    """A request's pages survive a purge, and are let go again."""
+    options = ["--model", str(model_dir)]
+    messages = [{"role": "user", "content": "There was a small red fox. " * 20}]
+    (tmp_path / "request").write_text(json.dumps({"messages": messages}))
+    with LLM(model_dir, serve=ServeConfig(cache_dir=tier)) as llm:
+        llm.chat(messages, max_tokens=2)
+    pinned = run("cache", "pin", str(tier), str(tmp_path / "request"), *options)
+    held, total = (int(word) for word in pinned.split() if word.isdigit())
+    assert "pinned" in pinned and held >= total - 2
+    run("cache", "purge", str(tier), *options)
+    lines = run("cache", "ls", str(tier), *options).splitlines()
+    assert len(lines) == -(-held // 128) and all("pinned" in line for line in lines)
+    assert "unpinned" in run("cache", "pin", str(tier), str(tmp_path / "request"), *options, "--off")
+    assert run("cache", "purge", str(tier), *options) == f"{len(lines)} pages forgotten\n"
 
 
 def test_explain(tmp_path: Path, model_dir: Path) -> None:

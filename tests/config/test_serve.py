@@ -55,7 +55,7 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"port": -1}, {"port": 65536}, {"max_context": 1}, {"prefill_chunk": 0}, {"ping_s": 0}]
+    "change", [{"port": -1}, {"port": 65536}, {"max_context": 1}, {"max_step_tokens": 0}, {"ping_s": 0}]
 )
 def test_limits_must_make_sense(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):

@@ -74,13 +74,13 @@ def run_server(files: ModelFiles, **limits: Any) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def server(files: ModelFiles) -> Iterator[Running]:
     """One server of the real engine for all tests that leave it as it was."""
-    yield from run_server(files, max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
+    yield from run_server(files, max_context=1024, max_body_bytes=200_000, max_step_tokens=64)
 
 
 @pytest.fixture(scope="session")
 def roomy(files: ModelFiles) -> Iterator[Running]:
     """The same with room for the prompts of tools, in a vocabulary that is nearly letters."""
-    yield from run_server(files, max_context=8192, prefill_chunk=512)
+    yield from run_server(files, max_context=8192, max_step_tokens=512)
 
 
 @pytest.fixture(scope="session")

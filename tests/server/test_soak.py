@@ -96,7 +96,7 @@ def load(url: str, seconds: float, seed: int, right: list[str]) -> Counter[str]:
 @pytest.fixture
 def exact_server(files: Any, start: Any) -> Iterator[Running]:
     """A server of a strict cache: its arithmetic does not depend on what runs beside a request."""
-    yield from start(files, max_context=1024, prefill_chunk=64, strict_cache=True, cache_bytes=8 * 2**20)
+    yield from start(files, max_context=1024, max_step_tokens=64, strict_cache=True, cache_bytes=8 * 2**20)
 
 
 def wait_until_idle(server: Running) -> None:
