@@ -56,8 +56,8 @@ def test_a_machine_that_is_too_small_gets_the_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(requirements.Path, "exists", lambda self: False)
     with pytest.raises(ConfigError, match=r"about 2[0-9]{3}\.\d\d GiB.* 1\.00 GiB are free"):
         requirements.check_memory(preset("flash"), ServeConfig())
-    needed = requirements.check_memory(preset("nano"), ServeConfig(cache_bytes=2**20))
-    assert needed["cache"] == 2**20 + ServeConfig().snapshot_bytes and needed["weights"] < 2**26
+    needed = requirements.check_memory(preset("nano"), ServeConfig(cache_bytes=9 * 2**20))
+    assert needed["cache"] == 10 * 2**20 and needed["weights"] < 2**26
 
 
 def test_a_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
