@@ -26,7 +26,7 @@ class ServeConfig:
         max_waiting: Requests that may queue; more are told to come back later.
         max_body_bytes: Largest request body.
         ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
-        stall_s: Silence of the engine about a request after which the log says so.
+        stall_s: Silence of the engine, while requests are open, after which the log says so.
         shutdown_s: How long open answers may take to end once the server was told to stop.
         drain_s: How long, before that, they may go on while new requests are refused.
         aliases: Other names of the model; `*` takes any name.

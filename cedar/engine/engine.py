@@ -80,6 +80,8 @@ class ModelLike(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def memory_stats(self) -> dict[str, float]: ...
+
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
     def step(self, parts: Several[Part]) -> list[Tensor]: ...
@@ -160,6 +162,10 @@ class Engine:
         """
         dtype = str(self.model.dtype).removeprefix("torch.")
         return f"{self.model.device.type}-{dtype}{'-exact' if self.exact else ''}"
+
+    def memory_stats(self) -> dict[str, float]:
+        """What Engram tables on disk have done; zeros where they are in memory."""
+        return self.model.memory_stats()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Queue a request.

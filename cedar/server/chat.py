@@ -20,6 +20,7 @@ from cedar.server.schema import (
     ChatRequest,
     answer_schema,
     conversation,
+    draft_stats,
     error_body,
     in_reasoning,
     parse_chat_request,
@@ -168,6 +169,7 @@ class ChatWriter:
             yield sse(self._chunk(step.index, {"content": ""}, logprobs=entries))
         if step.end is not None:
             chunk = {**self._chunk(step.index, {}, choice.reason()), "timings": timings(step.end)}
+            chunk |= draft_stats(step.end)
             chunk |= self._parse_error(choice)
             is_last = all(other.end is not None for other in self._choices)
             yield sse({**chunk, "usage": self._usage()} if is_last and not self._include_usage else chunk)
@@ -201,7 +203,8 @@ class ChatWriter:
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
         body = {**self._envelope("chat.completion"), "choices": choices, "usage": self._usage(), **extra}
         assert self._choices[0].end is not None
-        return {**body, "timings": timings(self._choices[0].end), **self._warnings}
+        end = self._choices[0].end
+        return {**body, "timings": timings(end), **draft_stats(end), **self._warnings}
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         if delta.reasoning:

@@ -14,7 +14,7 @@ from cedar.chat.parse import TextReader
 from cedar.chat.tokenizer import BOS, Tokenizer
 from cedar.engine.request import Finished, Token
 from cedar.errors import RequestError
-from cedar.server.schema import Fields, convert, error_body, parse_object, timings, usage
+from cedar.server.schema import Fields, convert, draft_stats, error_body, parse_object, timings, usage
 from cedar.server.service import Answers, Ask, Service, read_body, respond, submit
 from cedar.server.stream import DONE, Step, sse
 
@@ -154,6 +154,7 @@ class CompletionWriter:
             yield sse(self._chunk(step.index, said, logprobs=logprobs if logprobs["tokens"] else None))
         if step.end is not None:
             chunk = {**self._chunk(step.index, "", step.end.reason), "timings": timings(step.end)}
+            chunk |= draft_stats(step.end)
             is_last = all(other.end is not None for other in self._texts)
             yield sse({**chunk, "usage": self._usage()} if is_last and not self._asked.include_usage else chunk)
 
@@ -173,7 +174,7 @@ class CompletionWriter:
             choices.append({"index": index, "text": text.text, "logprobs": logprobs, "finish_reason": text.end.reason})
         assert self._texts[0].end is not None
         body = {**self._envelope(), "choices": choices, "usage": self._usage(), "timings": timings(self._texts[0].end)}
-        return {**body, **self._warnings}
+        return {**body, **draft_stats(self._texts[0].end), **self._warnings}
 
     def _note(self, text: _Text, token: Token) -> None:
         def named(token_id: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from cedar.engine.metrics import Metrics
 from cedar.engine.request import Finished
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -25,7 +26,7 @@ class ServerMetrics:
     """Counters of one server; all changes happen in the event loop.
 
     Args:
-        engine: Gives the engine's own metrics, None before there is an engine.
+        engine: Gives the engine, None before there is one.
     """
 
     def __init__(self, engine: Callable[[], Any]) -> None:
@@ -116,12 +117,9 @@ class _Engine:
 
     def collect(self) -> Iterable[Metric]:
         engine = self._engine()
-        running, waiting, preempted = (
-            (0, 0, 0) if engine is None else (engine.running, engine.waiting, engine.preempted)
-        )
-        yield GaugeMetricFamily("requests_running", "Sequences at work", value=running)
-        yield GaugeMetricFamily("requests_waiting", "Requests in the queue", value=waiting)
-        yield CounterMetricFamily("preempt", "Sequences set aside for want of pages", value=preempted)
+        if engine is not None:
+            yield from self._counted(engine.metrics)
+            yield from self._tables(engine.memory_stats())
         if not self.cache:
             return
         pages = GaugeMetricFamily("pages", "Pages of the cache now", labels=("tier", "state"))
@@ -133,6 +131,20 @@ class _Engine:
         for reason in _READ_FAILURES:
             failed.add_metric((reason,), counts.get(reason, 0))
         yield failed
+
+    def _counted(self, metrics: Metrics) -> Iterable[Metric]:
+        yield GaugeMetricFamily("requests_running", "Sequences at work", value=metrics.running)
+        yield GaugeMetricFamily("requests_waiting", "Requests in the queue", value=metrics.waiting)
+        yield CounterMetricFamily("preempt", "Sequences set aside for want of pages", value=metrics.preempted)
+        yield CounterMetricFamily("spec_drafted_tokens", "Drafts that were verified", value=metrics.drafted_tokens)
+        yield CounterMetricFamily("spec_accepted_tokens", "Drafts that stood", value=metrics.accepted_tokens)
+
+    def _tables(self, stats: Mapping[str, float]) -> Iterable[Metric]:
+        rows = CounterMetricFamily("engram_rows", "Rows of Engram tables on disk that steps used", labels=("src",))
+        rows.add_metric(("memory",), stats["cached_rows"])
+        rows.add_metric(("disk",), stats["read_rows"])
+        yield rows
+        yield CounterMetricFamily("engram_stall_seconds", "How long layers waited for them", value=stats["stall_s"])
 
 
 def count_pages(cache: Mapping[str, Any]) -> dict[tuple[str, str], int]:

@@ -19,7 +19,7 @@ from cedar.chat.parse import Answer, Delta
 from cedar.engine.request import Finished
 from cedar.errors import RequestError
 from cedar.server.chat import begin, calls_as_text
-from cedar.server.schema import ChatRequest, Thinking, convert, error_body, parse_object, timings
+from cedar.server.schema import ChatRequest, Thinking, convert, draft_stats, error_body, parse_object, timings
 from cedar.server.service import Answers, Service, read_body, respond
 from cedar.server.stream import Step, sse
 
@@ -373,7 +373,7 @@ class ResponsesWriter:
                 "output_tokens_details": {"reasoning_tokens": self._answers.readers[0].reasoning_tokens},
                 "total_tokens": end.prompt_tokens + end.completion_tokens,
             }
-            body["timings"] = timings(end)
+            body |= {"timings": timings(end), **draft_stats(end)}
         return body
 
 

@@ -372,6 +372,13 @@ def timings(end: Finished) -> dict[str, Any]:
     }
 
 
+def draft_stats(end: Finished) -> dict[str, Any]:
+    """An extension, where there were drafts: `x_spec`, how many were verified and how many stood."""
+    if not end.drafted_tokens:
+        return {}
+    return {"x_spec": {"drafted_tokens": end.drafted_tokens, "accepted_tokens": end.accepted_tokens}}
+
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     **_TYPES,

@@ -52,31 +52,36 @@ class Service:
         self.engine: Any = None
         self.stopping = self.draining = False
         self.started_s = int(time.time())
-        self.metrics = ServerMetrics(lambda: None if self.engine is None else self.engine.metrics)
+        self.metrics = ServerMetrics(lambda: self.engine)
         self.grammars = Grammars(files.tokenizer, files.config.vocab_size)
         self.keys = [] if config.api_key_file is None else load_keys(config.api_key_file)
         self.open: dict[str, Answers] = {}
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._heard_s = time.monotonic()
         self._look(self._loop.time())
 
     def _look(self, due_s: float) -> None:
-        """Twenty times a second: is the event loop late, and is there a request that the engine forgot?"""
+        """Twenty times a second: is the event loop late, and does the engine still say something?"""
         if self.stopping:
             return
         self.metrics.lagged(max(0.0, self._loop.time() - due_s))
-        now = time.monotonic()
-        for answers in self.open.values():
-            if now - max(answers.mailbox.heard_s, answers.warned_s) > self.config.stall_s:
-                answers.warned_s = now
-                log.warning(
-                    "request %s: no event from the engine for %.0f s",
-                    answers.request_id,
-                    now - answers.mailbox.heard_s,
-                    extra={"fields": {"request_id": answers.request_id}},
-                )
+        self._notice_silence(time.monotonic())
         due_s = self._loop.time() + _LOOK_S
         self._loop.call_at(due_s, self._look, due_s)
+
+    def _notice_silence(self, now: float) -> None:
+        # one request alone may wait in the queue for long
+        heard_s = max((answers.mailbox.heard_s for answers in self.open.values()), default=now)
+        self._heard_s = max(self._heard_s, heard_s)
+        if now - self._heard_s > self.config.stall_s:
+            oldest = next(iter(self.open))
+            silent_s, self._heard_s = now - heard_s, now
+            fields = {"fields": {"request_id": oldest}}
+            log.warning(
+                "the engine says nothing: no event for %.0f s, %d requests are open, the oldest is %s",
+                silent_s, len(self.open), oldest, extra=fields,
+            )  # fmt: skip
 
     def ready(self, engine: Any) -> None:
         """The weights are read; called in the event loop."""
@@ -229,7 +234,7 @@ class Answers:
         self.was_cancelled = False
         self.mailbox = Mailbox()
         self.handles: list[Handle] = []
-        self.began_s = self.warned_s = time.monotonic()
+        self.began_s = time.monotonic()
         self.told: dict[str, Any] = {}
         self._service = service
 

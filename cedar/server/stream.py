@@ -53,11 +53,11 @@ class Mailbox:
     """Events of the answers of one request, handed over from the engine's thread to the event loop.
 
     Attributes:
-        heard_s: When the latest came.
+        heard_s: When the latest came, by the monotonic clock; 0 before the first.
     """
 
     def __init__(self) -> None:
-        self.heard_s = time.monotonic()
+        self.heard_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 

@@ -18,6 +18,7 @@ import pytest
 from cedar.cache.turns import ReplayMap
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
+from cedar.engine.metrics import Metrics
 from cedar.server.run import _Server, uvicorn_config
 from cedar.server.service import Service
 
@@ -98,7 +99,7 @@ class ScriptedEngine:
     def __init__(self, events: list[tuple[float, Any]]) -> None:
         self.events = events
         self.cancelled = threading.Event()
-        self.metrics = SimpleNamespace(running=0, waiting=0, preempted=0)
+        self.metrics = Metrics()
         self.numerics = "scripted"
         self.requests: list[Any] = []
 
@@ -118,6 +119,10 @@ class ScriptedEngine:
 
         threading.Thread(target=say, daemon=True).start()
         return SimpleNamespace(cancel=cancelled.set)
+
+    def memory_stats(self) -> dict[str, float]:
+        """No table is on disk."""
+        return {"cached_rows": 0, "read_rows": 0, "stall_s": 0.0}
 
     def ask_cache(self, question: Callable[[Any], Any]) -> Future[Any]:
         """An empty cache, whatever the question."""

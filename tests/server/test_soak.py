@@ -112,6 +112,20 @@ def pages_in_use(server: Running) -> int:
     return int(told["pages"] - told["free_pages"] - told["tree_pages"])
 
 
+# the machine's own share of any lag: a process that only sleeps
+CONTROL = """
+import sys, time
+lags = []
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    began = time.monotonic()
+    time.sleep(0.01)
+    lags.append(time.monotonic() - began - 0.01)
+lags.sort()
+print(lags[int(0.99 * len(lags))])
+"""
+
+
 @pytest.mark.parametrize("seconds", [60, pytest.param(600, marks=pytest.mark.slow)])
 def test_many_streams(exact_server: Running, seconds: int) -> None:
     server = exact_server
@@ -130,6 +144,7 @@ def test_many_streams(exact_server: Running, seconds: int) -> None:
             lags.append(time.monotonic() - began - 0.01)
 
     watcher = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    control = subprocess.Popen([sys.executable, "-c", CONTROL, str(seconds)], stdout=subprocess.PIPE, text=True)
     # the first part fills what is filled once: pools, caches, the allocator
     counts = load(server.url, seconds / 4, 1, right)
     wait_until_idle(server)
@@ -140,13 +155,16 @@ def test_many_streams(exact_server: Running, seconds: int) -> None:
     grown = (process.memory_info().rss - memory) / 2**20
     lags.sort()
     lag_ms = 1000 * lags[int(0.99 * len(lags))]
+    idle_ms = 1000 * float(control.communicate()[0])
     print(f"{dict(counts)}, memory {grown:+.1f} MiB, event loop lag p99 {lag_ms:.1f} ms, most {1000 * lags[-1]:.0f} ms")
+    print(f"a process that only sleeps: p99 {idle_ms:.1f} ms late")
     assert counts["whole"] > 20 and counts["hung up"] and counts["cancelled"]
     assert not counts["wrong"] and not counts["stalled"]
     assert set(counts) <= {"whole", "hung up", "cancelled", "ended early", "stalled"}, counts
     assert grown < 40 and process.num_fds() <= files + 8
     assert pages_in_use(server) == 0
-    assert lag_ms < 50
+    # on a busy machine everybody comes late
+    assert lag_ms < 50 + idle_ms
 
 
 if __name__ == "__main__":
