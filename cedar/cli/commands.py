@@ -220,6 +220,13 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
+    emit_reasoning_alias: Annotated[
+        bool,
+        typer.Option("--emit-reasoning-alias", help="Send thoughts as `reasoning` too, for clients that read that."),
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log JSON objects, one a line, instead of lines for people.")
+    ] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
     ] = None,
@@ -254,16 +261,18 @@ def serve(
     import asyncio
     import logging
     import os
-    import sys
     import time
 
+    from cedar.cli.requirements import check_memory, check_packages
     from cedar.config.serve import ServeConfig
     from cedar.engine.load import context_tokens, open_model, start_engine
     from cedar.planner.fit import parse_bytes
-    from cedar.planner.kv import global_bytes_per_token
+    from cedar.planner.kv import global_bytes_per_token, page_bytes
+    from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs(as_json=log_json)
+    check_packages()
     files = open_model(model, name=name)
     config = ServeConfig(
         host=host,
@@ -275,6 +284,7 @@ def serve(
         api_key_file=api_key_file,
         drain_s=drain,
         strict=strict,
+        reasoning_alias=emit_reasoning_alias,
         cache_dir=cache_dir,
         cache_bytes=parse_bytes(cache_memory),
         cache_disk_bytes=parse_bytes(cache_disk),
@@ -290,6 +300,7 @@ def serve(
     held = context_tokens(files, config)
     limit = files.config.max_position_embeddings if context is None else context
     short = f" ({cache_memory} of pages hold no more; --cache-memory)" if held < limit and context is None else ""
+    needed = check_memory(files.config, config)
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -298,6 +309,9 @@ def serve(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
         f"context {held:,} tokens{short}\n"
+        f"tiers    memory {cache_memory} ({config.cache_bytes // page_bytes(files.config):,} pages of 128 tokens), "
+        f"disk {f'{cache_disk} in {cache_dir}' if cache_dir else 'none (--cache-dir DIR)'}\n"
+        f"memory   about {sum(needed.values()) / 2**20:,.0f} MiB, weights {needed['weights'] / 2**20:,.0f} of them\n"
         f"page     {url}/\n"
         f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"

@@ -77,6 +77,11 @@ class ModelLike(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def memory_stats(self) -> dict[str, float]: ...
+
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
     def step(self, parts: Several[Part]) -> list[Tensor]: ...
@@ -151,6 +156,19 @@ class Engine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="cedar-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def numerics(self) -> str:
+        """The arithmetic that answers come from: where, in which type, and whether it is the same whatever else runs.
+
+        Two servers of one model with the same numerics give the same answer.
+        """
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{self.model.device.type}-{dtype}{'-exact' if self.exact else ''}"
+
+    def memory_stats(self) -> dict[str, float]:
+        """What Engram tables on disk have done; zeros where they are in memory."""
+        return self.model.memory_stats()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Queue a request.
@@ -946,7 +964,9 @@ class Engine:
             self._restart(sequence)
             return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
-            log.exception("request %s failed", sequence.request.id)
+            log.exception(
+                "request %s failed", sequence.request.id, extra={"fields": {"request_id": sequence.request.id}}
+            )
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
@@ -1001,6 +1021,7 @@ class Engine:
             prompt_tokens=sequence.num_prompt,
             completion_tokens=sequence.num_generated,
             cached_tokens=plan.cached_tokens,
+            run_tokens=sequence.num_run,
             queue_s=admitted - sequence.submitted_s,
             prefill_s=first - admitted,
             decode_s=now - first,

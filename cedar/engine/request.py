@@ -186,6 +186,7 @@ class Finished:
         accepted_tokens: Those among them that became part of the answer.
         draft_steps: Steps that verified any.
         cached_tokens: Tokens of the prompt that a cache held already.
+        run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
         resume: How the prompt started (serving.md 2.1).
@@ -196,6 +197,7 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    run_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -206,6 +208,11 @@ class Finished:
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Cached tokens whose rows ran again: windows that nobody kept."""
+        return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
 
 
 Event = Progress | Token | Rewound | Finished
