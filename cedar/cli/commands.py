@@ -356,7 +356,7 @@ def cache_explain(
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+evaluate = typer.Typer(help="Measure what a model can do: everything, or one thing.")
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="eval")
 
@@ -452,6 +452,31 @@ def train_export(
     from cedar.train import run as runs
 
     runs.export(run)
+
+
+@evaluate.callback(invoke_without_command=True)
+def eval_all(
+    context: typer.Context,
+    model: Annotated[str, MODEL] = "bundled",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data folder, for held-out text and chats; runs/data for one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("runs/evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A minute's worth, to see that all works.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
+
+    Writes evaluation.json and evaluation.html.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from cedar.train import run as runs
+
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device)
 
 
 @evaluate.command("recall")

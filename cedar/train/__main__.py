@@ -40,6 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     recall.add_argument("--documents", type=int, default=32)
     recall.add_argument("--questions", type=int)
     recall.add_argument("--seed", type=int, default=0)
+
+    whole = commands.add_parser("eval", help="measure everything; one JSON and one HTML file")
+    whole.add_argument("--model", type=Path, required=True)
+    whole.add_argument("--data", type=Path, help="prepared data folder, for held-out text and chats")
+    whole.add_argument("--out", type=Path, required=True)
+    whole.add_argument("--device", choices=("cpu", "cuda"))
+    whole.add_argument("--quick", action="store_true", help="a minute's worth")
+    whole.add_argument("--length", type=int, action="append", default=[], help="tokens of retrieval documents; repeat")
     return parser
 
 
@@ -70,6 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif given.command == "pack":
             for file in runs.pack(given.run, given.out):
                 print(f"{file} {file.stat().st_size:,} bytes")
+        elif given.command == "eval":
+            runs.evaluate_all(
+                given.model,
+                given.out,
+                data=given.data,
+                quick=given.quick,
+                lengths=given.length,
+                device=given.device,
+                report=lambda line: print(line, flush=True),
+            )
         else:
             result = runs.evaluate_recall(
                 given.model, length=given.length, count=given.documents, questions=given.questions, seed=given.seed

@@ -7,7 +7,7 @@ import shutil
 import statistics
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from cedar.train.card import model_card
 from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
+from cedar.train.page import gates, page
+from cedar.train.suite import Suite, effort_for, load_validation
 from cedar.train.tasks import sample_text
 
 _MODEL_FOLDER = "model"
@@ -331,13 +333,49 @@ def draw_curve(run: str | Path) -> Path | None:
     return file
 
 
-def load_model(folder: str | Path) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
-    """A model folder, its tokenizer, and what `training.json` says of it (empty if it has none)."""
+def load_model(folder: str | Path, *, device: str = "cpu") -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """A model folder (bfloat16 on a GPU), its tokenizer, and what `training.json` says of it (empty if it has none)."""
     folder = Path(folder)
-    model = read_checkpoint(folder)
+    model = read_checkpoint(folder, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     file = folder / "training.json"
     facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return model, Tokenizer.load(folder), facts
+
+
+def evaluate_all(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    data: str | Path | None = None,
+    quick: bool = False,
+    lengths: Sequence[int] = (),
+    device: str | None = None,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure everything about a model folder; writes `evaluation.json` and `evaluation.html` into `out`.
+
+    Args:
+        data: A prepared data folder, whose held-out corpora are scored; without one, generated text alone is.
+        lengths: Of the retrieval documents, instead of the device's usual ones.
+
+    Raises:
+        FormatError: The model or the data is not what it should be.
+        ConfigError: A length is too short.
+    """
+    out = Path(out)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    effort = effort_for(where, quick=quick, lengths=lengths)
+    model, tokenizer, facts = load_model(folder, device=where)
+    validation = {} if data is None else load_validation(data, tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    results = Suite(model, tokenizer, facts, validation, effort, report=report).run()
+    (out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    html = page(results, title=f"Evaluation of {Path(folder).resolve().name}")
+    (out / "evaluation.html").write_text(html, encoding="utf-8")
+    for gate in gates(results):
+        report("  ".join((gate.name, *gate.told())))
+    report(f"written to {out}/evaluation.json and {out}/evaluation.html")
+    return results
 
 
 def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_tokens: int) -> dict[str, Any]:
