@@ -286,7 +286,7 @@ class Suite:
         return {"nats": scores.ce, "token_accuracy": scores.accuracy}
 
     def replay(self) -> dict[str, Any]:
-        """What replay costs the first 64 tokens, by the cut's offset in the window, and FP4, pool and replay together."""
+        """What replay costs the first 64 tokens by the cut's offset in the window; FP4, pool and replay together."""
         length, window = self._length(), self.window
         cut = length // 2
         samples = self._mixed(length, max(2, self.effort.tokens // 16 // length))
