@@ -175,6 +175,7 @@ class TrainConfig:
         row_tokens: Length of a packed row.
         rows: Rows of one step, over all its micro-batches.
         micro_batches: Passes of a step; only memory depends on it, the gradient does not.
+        graphs: On a GPU, capture each kind of pass once and replay it; off starts every kernel anew.
         steps: Length of the run; a time budget replaces it.
         index_loss_weight: Of the indexer's KL; its inputs are detached, so 1 is safe (training.md 1.3).
         save_every: Steps between checkpoints; `keep` of them stay.
@@ -189,6 +190,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...]
     model: tuple[str, ...] = ()
     micro_batches: int = 1
+    graphs: bool = True
     index_loss_weight: float = 1.0
     log_every: int = 10
     save_every: int = 500

@@ -58,17 +58,24 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies overlap where the source is pinned."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Called by the loader on a machine with a GPU."""
-        return self._each(Tensor.pin_memory)
+        return self.each(Tensor.pin_memory)
 
     def rows(self, start: int, stop: int) -> Batch:
         """A micro-batch; sample numbers stay those of the whole batch."""
-        return self._each(lambda tensor: tensor[start:stop])
+        return self.each(lambda tensor: tensor[start:stop])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def copy_(self, other: Batch) -> None:
+        """Take another batch's tensors into this one's memory."""
+        for f in fields(self):
+            if f.name.endswith("_BS"):
+                getattr(self, f.name).copy_(getattr(other, f.name))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
         changed: dict[str, Any] = {
             f.name: change(getattr(self, f.name)) for f in fields(self) if f.name.endswith("_BS")
         }
