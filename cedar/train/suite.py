@@ -39,23 +39,29 @@ class Effort:
         tokens: Tokens of text, and of each generated task, that are scored.
         documents: Retrieval documents of each length and kind; fewer where they are long.
         most_tokens: Tokens that all retrieval documents of one length and kind may have together.
+        offset_step: Replay is measured at every so manieth offset of the window, and at its last.
     """
 
     lengths: tuple[int, ...]
     tokens: int
     documents: int
     most_tokens: int
+    offset_step: int = 1
 
     def count(self, length: int) -> int:
         """Documents of a length, at least one."""
         return max(1, min(self.documents, self.most_tokens // length))
 
 
-QUICK = Effort(lengths=(256, 1024), tokens=4096, documents=4, most_tokens=4096)
+QUICK = Effort(lengths=(256, 1024), tokens=4096, documents=4, most_tokens=4096, offset_step=8)
 # one long document costs minutes on a CPU and seconds on a GPU
-CPU = Effort(lengths=(512, 1024, 2048, 4096, 8192, 16384), tokens=32768, documents=10, most_tokens=20480)
-GPU = Effort(lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), tokens=131072, documents=20,
-             most_tokens=163840)  # fmt: skip
+CPU = Effort(lengths=(512, 1024, 2048, 4096, 8192, 16384), tokens=32768, documents=10, most_tokens=20480, offset_step=4)
+GPU = Effort(
+    lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+    tokens=131072,
+    documents=20,
+    most_tokens=163840,
+)
 
 
 class Suite:
@@ -290,7 +296,7 @@ class Suite:
         length, window = self._length(), self.window
         cut = length // 2
         samples = self._mixed(length, max(2, self.effort.tokens // 16 // length))
-        offsets = sorted({0, 1, window // 4, window // 2, window - 1}) if self.effort is QUICK else range(window)
+        offsets = sorted({*range(0, window, self.effort.offset_step), window - 1})
         result = {
             "decoder": asdict(self.meter.decoder_replay(samples, cut, offsets=tuple(offsets))),
             "encoder": asdict(self.meter.encoder_replay(samples, cut, offsets=tuple(o for o in offsets if o % 2 == 0))),
@@ -405,7 +411,7 @@ class Suite:
 
     def recall(self) -> list[dict[str, Any]]:
         """Lookups of held-out names beyond the reach of the windows, by length; the control at the first."""
-        found = []
+        found: list[dict[str, Any]] = []
         for length in self.effort.lengths:
             try:
                 result = evaluate.recall(
