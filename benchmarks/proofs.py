@@ -115,9 +115,11 @@ class Oracle(PackState):
         return SharedKV(chosen_TE.view(*self.segment_start_BS.shape, -1), shared.pool)
 
 
-def _two_pass_enter(self: Block, streams_TND: Tensor, premix_TN: Tensor) -> tuple[Mixes, Tensor]:
+def _two_pass_enter(
+    self: Block, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding | None = None
+) -> tuple[Mixes, Tensor]:
     mixes = self.hc_attn(streams_TND)
-    return mixes, self.attn_norm(collapse(streams_TND, mixes.premix_TN))
+    return mixes, self.attn_norm(collapse(streams_TND, mixes.premix_TN), rounding)
 
 
 def _two_pass_feed(
@@ -125,7 +127,7 @@ def _two_pass_feed(
 ) -> tuple[Tensor, Tensor, RouterStats]:
     """As `Block.feed`, but the sublayer's own pre-mix opens it: the streams are read twice."""
     mixes = self.hc_ffn(streams_TND)
-    u_TD = self.ffn_norm(collapse(streams_TND, mixes.premix_TN))
+    u_TD = self.ffn_norm(collapse(streams_TND, mixes.premix_TN), state.rounding)
     y_TD, stats = self.ffn(u_TD, image_T, state.rounding)
     return expand(y_TD, streams_TND, mixes.post_TN, mixes.mixing_TNN), mixes.premix_TN, stats
 

@@ -428,6 +428,9 @@ def train_run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
     stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -441,7 +444,7 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after, start_from=start_from)
 
 
 @train.command("export")

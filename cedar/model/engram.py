@@ -16,7 +16,7 @@ from cedar.errors import ConfigError
 from cedar.formats.spec import FP8
 from cedar.kernels import engram as engram_ops
 from cedar.kernels.quantize import dequantize_rows, round_rows
-from cedar.model.layers import Linear, round_input
+from cedar.model.layers import Linear, round_input, rounded_weight
 
 
 def lookback_ids(ids_BS: Tensor, first_row_BS: Tensor, *, num_lookbacks: int, image_token_id: int) -> Tensor:
@@ -64,6 +64,12 @@ class EngramTable(nn.Module):
         assert scales.shape == (self.num_rows, self.num_channels // FP8.group), scales.shape
         self.weight = None
         self.codes, self.scales = codes, scales
+
+    def unpack(self) -> None:
+        """Go back to a float table of the same values, to train it."""
+        assert self.codes is not None and self.scales is not None
+        self.weight = nn.Parameter(dequantize_rows(self.codes, self.scales, FP8, torch.float32))
+        self.codes = self.scales = None
 
     def forward(self, row_TK: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
         """[T, K * channels] in column order."""
@@ -133,7 +139,10 @@ class Engram(nn.Module):
         kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
         key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
         value_TD = kv_TX[:, self.num_streams * self.hidden :]
-        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps)
+        q_weight, k_weight = self.q_weight, self.k_weight
+        if rounding.weights:
+            q_weight, k_weight = rounded_weight(q_weight, "bf16"), rounded_weight(k_weight, "bf16")
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, q_weight, k_weight, self.eps)
 
 
 class TokenMap(nn.Module):

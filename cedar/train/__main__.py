@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"))
     run.add_argument("--minutes", type=float, help="time budget of the whole run, over all commands")
     run.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
-    run.add_argument("--from", dest="start_from", type=Path, help="folder of weight shards to begin from")
+    run.add_argument("--from", dest="start_from", type=Path, help="model folder or weight shards to begin from")
     run.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
     run.add_argument("--profile", type=int, default=0, metavar="STEPS", help="only time so many steps, and where")
 

@@ -24,6 +24,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.config.train import TrainConfig, train_config_from_dict, train_config_to_dict
 from cedar.errors import ConfigError, FormatError
+from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
@@ -93,7 +94,7 @@ def train(
         device: `cuda` or `cpu`; a GPU if there is one.
         minutes: Budget of the whole run over all its commands; replaces the recipe's steps.
         stop_after: Minutes after which this command saves and ends.
-        start_from: Folder of weight shards to begin a new run from (`export_weights`).
+        start_from: What a new run begins from: a model folder, or weight shards that `pack` left.
 
     Returns:
         True if the run is complete.
@@ -104,7 +105,7 @@ def train(
     tokenizer, corpora = open_data(config)
     model = new_model(config, tokenizer, where)
     if start_from is not None:
-        _take_weights(model, load_weights(start_from))
+        _take_weights(model, _starting_weights(Path(start_from)))
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     clock = Clock(minutes=minutes, stop_after=stop_after)
     trainer = Trainer(config, model, batches, run, clock=clock, report=report)
@@ -128,10 +129,23 @@ def train(
     return complete
 
 
+def _starting_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Float weights by parameter name, of a model folder or of shards."""
+    if not (folder / "config.json").is_file():
+        return load_weights(folder)
+    model = read_checkpoint(folder)
+    for module in model.modules():
+        if isinstance(module, EngramTable):
+            module.unpack()
+    return model.state_dict()
+
+
 def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
     own = model.state_dict()
     if set(own) != set(weights) or any(own[name].shape != weights[name].shape for name in own):
-        raise FormatError("the weight shards belong to another model config; use the recipe they were trained with")
+        raise FormatError(
+            "the weights to begin from belong to another model config; use the recipe they were trained with"
+        )
     model.load_state_dict(weights)
 
 

@@ -23,6 +23,7 @@ from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
 from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.quantize import round_rows
+from cedar.model.attention import Attention
 from cedar.model.layers import rounded_weight
 from cedar.model.transformer import Output, Transformer
 from cedar.train import losses
@@ -178,8 +179,8 @@ def test_shared_entries_get_the_sum_of_their_readers(model: Transformer, ids_BS:
     """Every layer of a group adds to its source's gradient: without one reader it is another one (training.md 1.1)."""
     source = model.layers[4].attn.compressor.wkv.weight
     whole = torch.autograd.grad(language_loss(run(model, ids_BS, None), ids_BS), source)[0]
+    attend = Attention.forward
     for reader in (4, 5, 6):
-        attend = type(model.layers[reader].attn).forward
 
         def detached(self: object, u_TD: Tensor, state: object, shared: object, reader: int = reader) -> object:
             if self is not model.layers[reader].attn:
@@ -191,7 +192,7 @@ def test_shared_entries_get_the_sum_of_their_readers(model: Transformer, ids_BS:
             entries.update(kept)
             return result
 
-        with mock.patch.object(type(model.layers[reader].attn), "forward", detached):
+        with mock.patch.object(Attention, "forward", detached):
             without = torch.autograd.grad(language_loss(run(model, ids_BS, None), ids_BS), source)[0]
         assert (whole - without).norm() > 1e-3 * whole.norm(), reader
 
