@@ -60,7 +60,7 @@ WINDOW = 8
 SERVING = Rounding(weights=True)
 # nano with a window and a top-k so short that little of a text of 256 tokens is in reach
 MODEL = (f"attention.sliding_window={WINDOW}", "indexer.topk=8")
-MIXTURE = {"ngram": 0.3, "pairs": 0.2, "mqar": 0.2, "restate": 0.15, "lookup": 0.1, "copy": 0.05}
+MIXTURE = {"ngram": 0.12, "pairs": 0.3, "mqar": 0.3, "restate": 0.1, "lookup": 0.13, "copy": 0.05}
 _HELD_OUT = 0xE7A1
 _CUT = 112
 
@@ -219,8 +219,8 @@ def recipe(arm: Arm, seed: int, steps: int) -> TrainConfig:
     """Stages A (half of the batches dense), B (longer samples) and C (as it serves)."""
     common = {"mixture": MIXTURE}
     stages = [
-        {"name": "A", "share": 0.5, "lengths": [64, 128], "dense_share": 0.5, **common},
-        {"name": "B", "share": 0.2, "lengths": [128, 256], "dense_share": 0.25, **common},
+        {"name": "A", "share": 0.4, "lengths": [32, 64], "dense_share": 0.5, **common},
+        {"name": "B", "share": 0.3, "lengths": [64, 128, 256], "dense_share": 0.4, **common},
         {
             "name": "C",
             "share": 0.3,

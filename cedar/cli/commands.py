@@ -431,6 +431,7 @@ def train_run(
     start_from: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
     ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")] = False,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -444,7 +445,15 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after, start_from=start_from)
+    runs.train(
+        config,
+        run,
+        device=device,
+        minutes=minutes,
+        stop_after=stop_after,
+        start_from=start_from,
+        tensorboard=tensorboard,
+    )
 
 
 @train.command("export")

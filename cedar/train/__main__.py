@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--minutes", type=float, help="time budget of the whole run, over all commands")
     run.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
     run.add_argument("--from", dest="start_from", type=Path, help="model folder or weight shards to begin from")
+    run.add_argument("--tensorboard", action="store_true", help="write the log for TensorBoard too")
     run.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
     run.add_argument("--profile", type=int, default=0, metavar="STEPS", help="only time so many steps, and where")
 
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 minutes=given.minutes,
                 stop_after=given.stop_after,
                 start_from=given.start_from,
+                tensorboard=given.tensorboard,
                 report=lambda line: print(line, flush=True),
             )
         elif given.command == "pack":

@@ -8,6 +8,7 @@ import statistics
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
+from cedar.train.board import Board
 from cedar.train.card import model_card
 from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
@@ -86,6 +88,7 @@ def train(
     minutes: float | None = None,
     stop_after: float | None = None,
     start_from: str | Path | None = None,
+    tensorboard: bool = False,
     report: Callable[[str], None] = print,
 ) -> bool:
     """Train, or go on with, the run in a folder; when it is complete, export and evaluate it.
@@ -95,9 +98,14 @@ def train(
         minutes: Budget of the whole run over all its commands; replaces the recipe's steps.
         stop_after: Minutes after which this command saves and ends.
         start_from: What a new run begins from: a model folder, or weight shards that `pack` left.
+        tensorboard: Write what is logged for TensorBoard too, into `RUN/tensorboard`.
 
     Returns:
         True if the run is complete.
+
+    Raises:
+        ConfigError: The tokenizer or a mixture does not fit the recipe, or tensorboard is not installed.
+        FormatError: A corpus or a checkpoint is damaged or belongs to something else.
     """
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
@@ -108,7 +116,9 @@ def train(
         _take_weights(model, _starting_weights(Path(start_from)))
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     clock = Clock(minutes=minutes, stop_after=stop_after)
-    trainer = Trainer(config, model, batches, run, clock=clock, report=report)
+    board = Board(run) if tensorboard else None
+    watch = None if board is None else board.add
+    trainer = Trainer(config, model, batches, run, clock=clock, report=report, watch=watch)
     state = trainer.optimizers.state_bytes()
     count = sum(p.numel() for p in model.parameters())
     report(
@@ -120,7 +130,8 @@ def train(
         report(f"resumed at step {trainer.step}")
     (run / "recipe.json").write_text(json.dumps(train_config_to_dict(config), indent=1) + "\n", encoding="utf-8")
     tokenizer.save(run)
-    complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
+    with board or nullcontext():
+        complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
     draw_curve(run)
     if complete:
         describe(export(run, report=report), config, report=report)
