@@ -220,7 +220,9 @@ class Trainer:
                 start = time.monotonic()
                 logs = self.step % self.config.log_every == 0
                 result = self.train_step(batch, measure_recall=logs)
-                self.clock.recent_s.append(time.monotonic() - start)
+                # the first steps compile and capture: they say nothing of the speed to come
+                if self.passes.is_warm and self.optimizers.is_warm:
+                    self.clock.recent_s.append(time.monotonic() - start)
                 self.total_steps = self.clock.total_steps(self.step, self.total_steps)
                 if logs or result.skipped:
                     self._log(result)
@@ -242,7 +244,8 @@ class Trainer:
     def _keys(self) -> Iterator[tuple[int, int]]:
         """(step, stage) of each batch to come; a stage never goes back, even where the plan's length changes."""
         step, stage = self.step, self.stage
-        while step < self.total_steps:
+        # with a budget of time the length is a guess: batches are made ahead of it
+        while step < self.total_steps or self.clock.minutes is not None:
             stage = max(stage, stage_at(step, self.total_steps, self.config))
             yield step, stage
             step += 1
@@ -251,7 +254,7 @@ class Trainer:
         self._stop = True
 
     def _log(self, result: StepResult) -> None:
-        seconds = statistics.fmean(self.clock.recent_s)
+        seconds = statistics.fmean(self.clock.recent_s) if self.clock.recent_s else math.inf
         speed = result.tokens / seconds
         left_s = (self.total_steps - self.step) * seconds
         stage = self.config.stages[self.stage].name
@@ -259,7 +262,8 @@ class Trainer:
         self.report(
             f"step {result.step}/{self.total_steps} {stage}{' dense' if result.dense else ''}  loss {result.loss:.3f}  "
             f"index {result.index_loss:.3f}{recall}  load {result.load:.2f}  norm {result.grad_norm:.2f}  "
-            f"lr {result.rate:.1e}  {speed:,.0f} tok/s  {_minutes(left_s)} left"
+            f"lr {result.rate:.1e}"
+            + (f"  {speed:,.0f} tok/s  {_minutes(left_s)} left" if speed else "")
             + (f"  SKIPPED: {result.skipped}" if result.skipped else "")
         )
         values = {name: getattr(result, name) for name in StepResult.__slots__}
