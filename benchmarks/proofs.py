@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -402,7 +401,6 @@ def train(name: str, *, seed: int, steps: int, minutes: float, out: Path, device
         "tokens": trainer.tokens_seen,
         "train_seconds": round(trained_s, 1),
         "device": torch.cuda.get_device_name() if device == "cuda" else "a CPU",
-        "commit": _commit(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": state_bytes,
         "recipe": asdict(config),
@@ -420,14 +418,6 @@ def train(name: str, *, seed: int, steps: int, minutes: float, out: Path, device
 
 
 _LOGGED = ("step", "loss", "index_loss", "index_recall", "load", "grad_norm", "dense", "skipped")
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> None:

@@ -9,16 +9,22 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from cedar.chat.tokenizer import PAD
+from cedar.chat.tokenizer import PAD, train_tokenizer
 from cedar.checkpoint.resume import checkpoints
 from cedar.errors import CedarError, FormatError
 from cedar.model.engram import Engram
 from cedar.model.layers import RMSNorm
+from cedar.train.data import Batches
 from cedar.train.loop import Clock, Trainer
+from cedar.train.run import new_model
+from cedar.train.tasks import sample_text
+from tests.train.conftest import tiny_recipe
 
 Make = Callable[..., Trainer]
 EVERYTHING = {
@@ -40,6 +46,21 @@ def test_one_batch_is_learnt_by_heart_in_200_steps(make_trainer: Make) -> None:
     losses = [trainer.train_step(replace(batch, dense=step % 2 == 0)).loss for step in range(200)]
     assert min(losses[-5:]) < 0.05
     assert losses[0] > 5
+
+
+@pytest.mark.slow
+def test_micro_learns_one_batch_by_heart(tmp_path: Path) -> None:
+    """About four minutes on an idle core."""
+    words = np.random.default_rng(1).integers(97, 123, (20000, 5)).astype(np.uint8)
+    text = " ".join(bytes(word).decode() for word in words)
+    config = replace(tiny_recipe(steps=200, schedule={"warmup_steps": 20}), preset="micro")
+    micro = train_tokenizer([sample_text(1, 2000), text], 1024)
+    model = new_model(config, micro, torch.device("cpu"))
+    batches = Batches(config, micro, {}, window=model.config.attention.sliding_window)
+    trainer = Trainer(config, model, batches, tmp_path, report=lambda line: None)
+    batch = trainer.batches.batch(0, 0)
+    losses = [trainer.train_step(replace(batch, dense=step % 2 == 0)).loss for step in range(200)]
+    assert min(losses[-5:]) < 0.05
 
 
 def test_micro_batches_do_not_change_the_gradient(make_trainer: Make) -> None:
