@@ -478,6 +478,7 @@ def eval_all(
     length: Annotated[
         list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
     ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the numbers into the model's card too.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
     """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
@@ -488,7 +489,7 @@ def eval_all(
         return
     from cedar.train import run as runs
 
-    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device)
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device, card=card)
 
 
 @evaluate.command("recall")

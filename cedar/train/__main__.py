@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--out", type=Path, required=True)
     whole.add_argument("--device", choices=("cpu", "cuda"))
     whole.add_argument("--quick", action="store_true", help="a minute's worth")
+    whole.add_argument("--card", action="store_true", help="put the numbers into the model's card")
     whole.add_argument("--length", type=int, action="append", default=[], help="tokens of retrieval documents; repeat")
     return parser
 
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data=given.data,
                 quick=given.quick,
                 lengths=given.length,
+                card=given.card,
                 device=given.device,
                 report=lambda line: print(line, flush=True),
             )

@@ -83,6 +83,18 @@ def gates(results: Mapping[str, Any]) -> list[Gate]:
     ]
 
 
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's card takes from an evaluation: words that need no more arithmetic."""
+    return {
+        "device": results["model"]["device"],
+        "gates": [[gate.name, *gate.told()] for gate in gates(results)],
+        "by_length": {
+            kind: {str(length): f"{share:.1%} of {count}" for length, (share, count) in values.items()}
+            for kind, values in _by_length(results).items()
+        },
+    }
+
+
 def page(results: Mapping[str, Any], *, title: str) -> str:
     """The whole page."""
     model = results["model"]

@@ -19,7 +19,6 @@ from cedar.chat.tokenizer import Tokenizer, train_tokenizer
 from cedar.checkpoint.read import read_checkpoint
 from cedar.checkpoint.resume import load_newest, load_weights, save_weights
 from cedar.checkpoint.write import write_checkpoint
-from cedar.config.engram import engram_hashes
 from cedar.config.load import override
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
@@ -34,7 +33,7 @@ from cedar.train.card import model_card
 from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
-from cedar.train.page import gates, page
+from cedar.train.page import gates, page, summary
 from cedar.train.suite import Suite, effort_for, load_validation
 from cedar.train.tasks import sample_text
 
@@ -240,20 +239,24 @@ def describe(
     file = Path(config.data.folder) / "stories" / "validation"
     if file.is_dir():
         facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    tables = sum(hashes.num_rows for hashes in engram_hashes(model.config.engram).values())
-    card = model_card(
-        facts,
-        parameters=sum(p.numel() for p in model.parameters()) + tables * model.config.engram.head_dim,
-        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    _write_card(folder, model.config, facts)
     recall = facts["recall"]
     report(
         f"recall {recall['accuracy']:.3f}, with random selection {recall['accuracy_random_selection']:.3f} "
         f"at {recall['length']} tokens ({recall['seconds']:.0f} s)"
     )
     return facts
+
+
+def _write_card(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> None:
+    """training.json and the card that is made of it."""
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    card = model_card(
+        facts,
+        parameters=sum(p.numel() for p in Transformer(config, device="meta").parameters()),
+        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def pack(run: str | Path, out: str | Path) -> list[Path]:
@@ -375,6 +378,7 @@ def evaluate_all(
     quick: bool = False,
     lengths: Sequence[int] = (),
     device: str | None = None,
+    card: bool = False,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Measure everything about a model folder; writes `evaluation.json` and `evaluation.html` into `out`.
@@ -382,6 +386,7 @@ def evaluate_all(
     Args:
         data: A prepared data folder, whose held-out corpora are scored; without one, generated text alone is.
         lengths: Of the retrieval documents, instead of the device's usual ones.
+        card: Put what was found into the model's training.json and card too.
 
     Raises:
         FormatError: The model or the data is not what it should be.
@@ -397,6 +402,8 @@ def evaluate_all(
     (out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     html = page(results, title=f"Evaluation of {Path(folder).resolve().name}")
     (out / "evaluation.html").write_text(html, encoding="utf-8")
+    if card:
+        _write_card(Path(folder), model.config, {**facts, "evaluation": summary(results)})
     for gate in gates(results):
         report("  ".join((gate.name, *gate.told())))
     report(f"written to {out}/evaluation.json and {out}/evaluation.html")

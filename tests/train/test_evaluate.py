@@ -18,7 +18,7 @@ from cedar.model.transformer import Transformer
 from cedar.train import evaluate
 from cedar.train.corpus import open_corpus, write_chats, write_texts
 from cedar.train.measure import Meter
-from cedar.train.page import gates, page
+from cedar.train.page import gates, page, summary
 from cedar.train.run import new_model
 from cedar.train.suite import Effort, Suite, effort_for
 from cedar.train.tasks import Tasks, sample_text
@@ -127,6 +127,9 @@ def test_the_whole_evaluation_gives_numbers_and_a_page(
         assert gate.told()[0] in html
         assert escape(gate.name) in html
     assert {gate.met for gate in gates(read)} >= {False, None}
+    told = summary(read)
+    assert told["by_length"]["pass key"] == {"256": "0.0% of 3"}
+    assert told["gates"][0][0].startswith("n-gram")
 
 
 def test_a_pool_of_every_block_is_none(model: Transformer, tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ from cedar.checkpoint.resume import load_newest
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError, FormatError
 from cedar.train import run as runs
+from cedar.train.card import model_card
 from cedar.train.prepare import prepare
 from cedar.train.tasks import sample_text
 from tests.train.conftest import tiny_recipe
@@ -94,6 +95,15 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| as it serves | **50.0%** of 4 |" in card
     assert "3.3 million parameters" in card
+    gates = [["n-gram loss", "0.050", "at most 0.150", "yes"], ["MQAR", "90.0%", "at least 95.0%", "no, by 5.0%"]]
+    found = {
+        "device": "a CPU",
+        "gates": gates,
+        "by_length": {"pass key": {"512": "100.0% of 10", "8192": "80.0% of 5"}},
+    }
+    told = model_card({**facts, "evaluation": found}, parameters=1, size_bytes=1)
+    assert "| MQAR | 90.0% | at least 95.0% | no, by 5.0% |" in told
+    assert "| 8,192 | 80.0% of 5 |" in told
     # what was trained with rounded weights is what was written
     state, _ = load_newest(tmp_path / "checkpoints")
     assert state is not None
