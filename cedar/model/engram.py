@@ -139,10 +139,10 @@ class Engram(nn.Module):
         kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
         key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
         value_TD = kv_TX[:, self.num_streams * self.hidden :]
-        q_weight, k_weight = self.q_weight, self.k_weight
+        gains: list[Tensor] = [self.q_weight, self.k_weight]
         if rounding.weights:
-            q_weight, k_weight = rounded_weight(q_weight, "bf16"), rounded_weight(k_weight, "bf16")
-        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, q_weight, k_weight, self.eps)
+            gains = [rounded_weight(gain_ND, "bf16") for gain_ND in gains]
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, *gains, self.eps)
 
 
 class TokenMap(nn.Module):

@@ -22,14 +22,14 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("--tensorboard needs the package: pip install 'cedar-lm[tensorboard]'") from error
-        self._writer = SummaryWriter(str(Path(run) / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(Path(run) / "tensorboard"))
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Each number of a log line as a scalar at the line's step; words are left to the log."""
         step = int(values["step"])
         for name, value in values.items():
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._writer.add_scalar(name, float(value), step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, float(value), step)
 
     def __enter__(self) -> Board:
         return self
@@ -37,4 +37,4 @@ class Board:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
