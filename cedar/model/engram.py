@@ -142,7 +142,7 @@ class Engram(nn.Module):
         gains: list[Tensor] = [self.q_weight, self.k_weight]
         if rounding.weights:
             gains = [rounded_weight(gain_ND, "bf16") for gain_ND in gains]
-        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, *gains, self.eps)
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, gains[0], gains[1], self.eps)
 
 
 class TokenMap(nn.Module):
