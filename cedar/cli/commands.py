@@ -455,7 +455,7 @@ def cache_explain(
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+evaluate = typer.Typer(help="Measure what a model can do: everything, or one thing.")
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="eval")
 
@@ -527,6 +527,10 @@ def train_run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
     stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")] = False,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -540,7 +544,15 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+    runs.train(
+        config,
+        run,
+        device=device,
+        minutes=minutes,
+        stop_after=stop_after,
+        start_from=start_from,
+        tensorboard=tensorboard,
+    )
 
 
 @train.command("draft")
@@ -571,6 +583,32 @@ def train_export(
     from cedar.train import run as runs
 
     runs.export(run)
+
+
+@evaluate.callback(invoke_without_command=True)
+def eval_all(
+    context: typer.Context,
+    model: Annotated[str, MODEL] = "bundled",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data folder, for held-out text and chats; runs/data for one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("runs/evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A minute's worth, to see that all works.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the numbers into the model's card too.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
+
+    Writes evaluation.json and evaluation.html.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from cedar.train import run as runs
+
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device, card=card)
 
 
 @evaluate.command("recall")
