@@ -101,6 +101,12 @@ class _Saved(NamedTuple):
     value: bytes
 
 
+class _Used(NamedTuple):
+    """Pages that served a request."""
+
+    keys: tuple[bytes, ...]
+
+
 class Listed(NamedTuple):
     """What the index knows of a page; `key` has the bytes that the index keeps of it."""
 
@@ -246,8 +252,9 @@ class PageStore:
         self._slots = max(min(SEGMENT_BYTES, budget_bytes // 8) // self.record_bytes, 1)
         self.directory = directory / fingerprint.hex()[:32]
         self.stats = StoreStats()
-        self._lock = threading.RLock()
-        self._queue: queue.Queue[Record | _Saved | threading.Event | None] = queue.Queue(_MAX_QUEUED)
+        # of the connection that writes, which may have to wait for other processes, and of the one that never does
+        self._lock, self._asking = threading.RLock(), threading.Lock()
+        self._queue: queue.Queue[Record | _Saved | _Used | threading.Event | None] = queue.Queue(_MAX_QUEUED)
         self._num_turns = 0
         # (start of the day, wall clock and steady clock when this process first saw it)
         self._day: tuple[float, float, float] | None = None
@@ -260,6 +267,7 @@ class PageStore:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write_format(fingerprint)
         self._index = self._open_index(read_only)
+        self._asked = self._connect(self.directory / INDEX)
         if read_only:
             return
         self.writer = f"w-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -322,9 +330,9 @@ class PageStore:
             self.stats.read += 1
         return section
 
-    def reject(self, key: bytes, error: Exception) -> None:
+    def reject(self, key: bytes, error: Exception, cause: str = "") -> None:
         """A page turned out broken: count the cause and forget it."""
-        self._tombstone(key, "io" if isinstance(error, OSError) else "checksum", error)
+        self._tombstone(key, cause or ("io" if isinstance(error, OSError) else "checksum"), error)
 
     def has(self, key: bytes) -> bool:
         """Whether the index names the page; only `get` knows whether it is whole."""
@@ -404,19 +412,11 @@ class PageStore:
         return held + common
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These pages served a request: their segments stay longer."""
-        with self._lock:
-            try:
-                for key in keys:
-                    self._index.execute(
-                        "UPDATE segments SET used = ? WHERE (writer, segment) ="
-                        " (SELECT writer, segment FROM pages WHERE key = ?)",
-                        (time.time(), key[:_KEY_BYTES]),
-                    )
-                self._index.commit()
-            except sqlite3.Error as error:
-                self._index.rollback()
-                self._failed("index", error)
+        """These pages served a request: their segments stay longer. The writer notes it."""
+        try:
+            self._queue.put_nowait(_Used(tuple(keys)))
+        except queue.Full:
+            self.stats.fail("behind")
 
     # -- writing
 
@@ -450,8 +450,9 @@ class PageStore:
             if self._file >= 0:
                 os.close(self._file)
             os.close(self._writer_lock)
-        with self._lock:
+        with self._lock, self._asking:
             self._index.close()
+            self._asked.close()
 
     # -- turns of the replay map
 
@@ -489,6 +490,9 @@ class PageStore:
         """Keep a value under a key, in the index itself."""
         with self._lock:
             try:
+                if not self._allowed(1, len(value)):
+                    self._failed("day budget", CapacityError(f"{len(value)} bytes are over the day's writes"))
+                    return False
                 self._index.execute(
                     "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
                     (key, time.time(), xxhash.xxh3_128_digest(value), value),
@@ -638,6 +642,9 @@ class PageStore:
             if turns:
                 self._write_turns(turns)
             for item in items:
+                if isinstance(item, _Used):
+                    self._note_use(item.keys)
+            for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
             if None in items:
@@ -647,7 +654,7 @@ class PageStore:
         rows = []
         there = self.locate([record.key for record in records])
         records = [record for record in records if record.key not in there]
-        allowed = self._allowed(len(records))
+        allowed = self._allowed(len(records), self.record_bytes)
         if allowed < len(records):
             self._failed("day budget", CapacityError(f"{len(records) - allowed} pages are over the day's writes"))
         for record in records[:allowed]:
@@ -673,10 +680,23 @@ class PageStore:
         self.stats.written += len(rows)
         self.stats.bytes_written += len(rows) * self.record_bytes
 
-    def _allowed(self, num_records: int) -> int:
-        """How many of so many records the day's budget still takes; they are counted as written."""
-        if self.day_bytes is None or num_records == 0:
-            return num_records
+    def _note_use(self, keys: Sequence[bytes]) -> None:
+        segments = {listed.place[:2] for listed in self.locate(keys).values()}
+        with self._lock:
+            try:
+                self._index.executemany(
+                    "UPDATE segments SET used = ? WHERE writer = ? AND segment = ?",
+                    [(time.time(), *segment) for segment in segments],
+                )
+                self._index.commit()
+            except sqlite3.Error as error:
+                self._index.rollback()
+                self._failed("index", error)
+
+    def _allowed(self, count: int, size: int) -> int:
+        """How many of so many things of a size the day's budget still takes; they are counted as written."""
+        if self.day_bytes is None or count == 0:
+            return count
         with self._lock:
             # other processes count in the same row
             self._index.execute("BEGIN IMMEDIATE")
@@ -684,8 +704,8 @@ class PageStore:
                 self._index.execute("INSERT OR IGNORE INTO written VALUES (1, ?, 0)", (time.time(),))
                 since, num_bytes = self._index.execute("SELECT since, bytes FROM written").fetchone()
                 since, num_bytes = self._turn_day(since, num_bytes)
-                allowed = min(max(self.day_bytes - num_bytes, 0) // self.record_bytes, num_records)
-                num_bytes += allowed * self.record_bytes
+                allowed = min(max(self.day_bytes - num_bytes, 0) // size, count)
+                num_bytes += allowed * size
                 self._index.execute("UPDATE written SET since = ?, bytes = ?", (since, num_bytes))
                 self._index.commit()
             except BaseException:
@@ -717,6 +737,9 @@ class PageStore:
         rows = [(key, root, now, xxhash.xxh3_128_digest(root + value), value) for key, root, value in turns]
         with self._lock:
             try:
+                if not self._allowed(1, sum(len(turn.value) for turn in turns)):
+                    self._failed("day budget", CapacityError(f"{len(turns)} turns are over the day's writes"))
+                    return
                 self._index.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
                 self._index.commit()
             except sqlite3.Error as error:
@@ -822,9 +845,9 @@ class PageStore:
         return rows[0] if rows else None
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock:
+        with self._asking:
             try:
-                return self._index.execute(query, values).fetchall()
+                return self._asked.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 self._failed("index", error)
                 return []

@@ -27,10 +27,12 @@ class ServeConfig:
         max_waiting: Requests that may queue; more are told to come back later.
         max_body_bytes: Largest request body.
         ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
+        stall_s: Silence of the engine, while requests are open, after which the log says so.
         shutdown_s: How long open answers may take to end once the server was told to stop.
         drain_s: How long, before that, they may go on while new requests are refused.
         aliases: Other names of the model; `*` takes any name.
         strict: Unknown fields are refused, not only warned about.
+        reasoning_alias: Reasoning is sent as `reasoning` too, beside `reasoning_content`: some clients read only that.
         api_key_file: Keys that may ask (`cedar.server.auth` tells its shape); None lets everybody.
         dropped_lines: Lines of system messages that begin with one of these are left out of the prompt.
         max_running: Sequences that run at once; more wait.
@@ -62,10 +64,12 @@ class ServeConfig:
     max_waiting: int = 256
     max_body_bytes: int = 48 * 2**20
     ping_s: float = 10.0
+    stall_s: float = 30.0
     shutdown_s: float = 1.0
     drain_s: float = 0.0
     aliases: tuple[str, ...] = ()
     strict: bool = False
+    reasoning_alias: bool = False
     api_key_file: Path | None = None
     dropped_lines: tuple[str, ...] = ("x-anthropic-billing-header:",)
     max_running: int = 16
@@ -88,7 +92,7 @@ class ServeConfig:
         for name in ("max_step_tokens", "target_tpot_s"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
+        for name in ("max_waiting", "max_body_bytes", "ping_s", "stall_s", "shutdown_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.drain_s < 0:

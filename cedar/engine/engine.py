@@ -77,6 +77,11 @@ class ModelLike(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def memory_stats(self) -> dict[str, float]: ...
+
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
     def step(self, parts: Several[Part]) -> list[Tensor]: ...
@@ -151,6 +156,19 @@ class Engine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="cedar-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def numerics(self) -> str:
+        """The arithmetic that answers come from: where, in which type, and whether it is the same whatever else runs.
+
+        Two servers of one model with the same numerics give the same answer.
+        """
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{self.model.device.type}-{dtype}{'-exact' if self.exact else ''}"
+
+    def memory_stats(self) -> dict[str, float]:
+        """What Engram tables on disk have done; zeros where they are in memory."""
+        return self.model.memory_stats()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Queue a request.
@@ -411,7 +429,7 @@ class Engine:
             if self.cache is not None and request.replay != "off":
                 if not self._fetched(sequence, self.cache, now):
                     continue
-                cached = self.cache.cached_tokens(request.prompt_ids, request.salt)
+                cached = self.cache.cached_tokens(sequence.prompt_keys, request.salt)
                 if waits_for_another(sequence, cached, self._running):
                     continue
             remaining = len(sequence.tokens) - cached
@@ -422,7 +440,7 @@ class Engine:
         """Whether all that a shared tier has of its prompt is here, or has taken too long."""
         if not sequence.looked_far:
             sequence.looked_far = True
-            sequence.fetch = cache.prefetch(sequence.request.prompt_ids, sequence.request.salt)
+            sequence.fetch = cache.prefetch(sequence.prompt_keys, sequence.request.salt)
         return sequence.fetch is None or sequence.fetch.done() or now - sequence.submitted_s > _FETCH_LIMIT_S
 
     def _start(self, sequence: Sequence) -> None:
@@ -448,19 +466,24 @@ class Engine:
     def _open_state(self, sequence: Sequence, cache: CacheManager) -> bool:
         request = sequence.request
         plan = cache.plan(
-            request.prompt_ids,
+            sequence.prompt_keys,
             request.salt,
             replay=request.replay,
             decoder_replay=request.decoder_replay,
             exact_span=functools.partial(exact_span, self.model.config, request.decoder_replay),
         )
         wanted = pages_to_start(sequence, self.scheduling.reserve_tokens)
-        own = cache.protect(request.prompt_ids[: plan.held_tokens], request.salt)
+        own = cache.protect(sequence.prompt_keys[: plan.held_tokens], request.salt)
         fresh = wanted - plan.held_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + self._promised():
             return False
-        lease = cache.lease(request.prompt_ids, request.salt, plan, keep=request.keep)
+        try:
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
+        except CapacityError:
+            if others or not cache.unpin_memory():
+                raise
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
         try:
             sequence.state = self._state_over(sequence, lease, plan.cached_tokens)
             self._begin(sequence, plan)
@@ -598,6 +621,8 @@ class Engine:
             other = victim(self._running, sequence)
             if other is None:
                 if len([s for s in self._running if s.lease is not None]) == 1:
+                    if self.cache.unpin_memory():
+                        continue
                     raise CapacityError("the pool is too small for this sequence alone")
                 other = sequence
             self._set_aside(other)
@@ -614,7 +639,7 @@ class Engine:
             return set()
         pages: set[Node] = set()
         for sequence in first:
-            pages |= self.cache.protect(sequence.request.prompt_ids, sequence.request.salt)
+            pages |= self.cache.protect(sequence.prompt_keys, sequence.request.salt)
         # never so many that nothing is left to evict
         return pages if len(pages) < self.cache.pool.num_pages // 2 else set()
 
@@ -644,7 +669,7 @@ class Engine:
         if others and self.cache.room() < len(payloads) + 1:
             return
         if not self.cache.swap_in(sequence.lease, payloads):
-            if not others:
+            if not others and not self.cache.unpin_memory():
                 raise CapacityError("the pool is too small for this sequence alone")
             return
         sequence.state = self._state_over(sequence, sequence.lease, snapshot.num_held)
@@ -939,7 +964,9 @@ class Engine:
             self._restart(sequence)
             return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
-            log.exception("request %s failed", sequence.request.id)
+            log.exception(
+                "request %s failed", sequence.request.id, extra={"fields": {"request_id": sequence.request.id}}
+            )
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
@@ -950,7 +977,7 @@ class Engine:
         """Offer the whole pages of the rows that have run."""
         lease = sequence.lease
         if self.cache is not None and lease is not None and sequence.num_done >= lease.published + PAGE_TOKENS:
-            self.cache.publish(lease, sequence.tokens[: sequence.num_done])
+            self.cache.publish(lease, sequence.keys(sequence.num_done))
 
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
@@ -958,7 +985,7 @@ class Engine:
         # while cached tokens run again their halves of pairs are not there: nothing to go on from
         whole = state.num_held == state.num_tokens
         snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
-        self.cache.publish_end(sequence.lease, sequence.tokens[: sequence.num_done], snapshot)
+        self.cache.publish_end(sequence.lease, sequence.keys(sequence.num_done), snapshot)
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:
         # a state that failed may not be able to answer
@@ -967,6 +994,8 @@ class Engine:
         if self.cache is not None and sequence.lease is not None:
             if reason in ("stop", "length"):
                 self._publish_end(sequence)
+            elif reason == "error" and sequence.lease.plan.cached_tokens:
+                self.cache.distrust(sequence.lease, sequence.keys(len(sequence.tokens)))
             self.cache.release(sequence.lease)
         sequence.state = sequence.aside = sequence.lease = None
         for child in sequence.forks:
@@ -992,6 +1021,7 @@ class Engine:
             prompt_tokens=sequence.num_prompt,
             completion_tokens=sequence.num_generated,
             cached_tokens=plan.cached_tokens,
+            run_tokens=sequence.num_run,
             queue_s=admitted - sequence.submitted_s,
             prefill_s=first - admitted,
             decode_s=now - first,

@@ -6,11 +6,13 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ class Request:
         constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
         replay: What a cache hit may be: `bounded` may approximate, `exact` may not, `off` starts cold.
+        images: Where images stand in the prompt, and which; what a cache knows of their positions.
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
@@ -119,6 +122,7 @@ class Request:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
     replay: Replay = "bounded"
+    images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
@@ -182,6 +186,7 @@ class Finished:
         accepted_tokens: Those among them that became part of the answer.
         draft_steps: Steps that verified any.
         cached_tokens: Tokens of the prompt that a cache held already.
+        run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
         resume: How the prompt started (serving.md 2.1).
@@ -192,6 +197,7 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    run_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -202,6 +208,11 @@ class Finished:
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Cached tokens whose rows ran again: windows that nobody kept."""
+        return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
 
 
 Event = Progress | Token | Rewound | Finished
@@ -241,6 +252,7 @@ class Sequence:
 
     Attributes:
         tokens: Prompt and answer so far.
+        prompt_keys: The prompt as a cache knows it, images and all.
         said: The answer's tokens as they were sent.
         state: The model's state of this sequence, None before admission and while preempted.
         lease: Its pages, None before admission and without a cache.
@@ -284,6 +296,16 @@ class Sequence:
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_keys: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
+
+    def keys(self, stop: int) -> Several[int]:
+        """The first `stop` tokens as a cache knows them."""
+        if not self.request.images:
+            return self.tokens[:stop]
+        return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
 
     @property
     def num_prompt(self) -> int:

@@ -180,6 +180,9 @@ class Transformer(nn.Module):
         image_rows_TD = None if image_rows_BSD is None else image_rows_BSD.flatten(0, 1)
         dtype = self.dtype if compute_dtype is None else compute_dtype
         streams_TND, premix_TN = self._embed(ids_BS.flatten(), image_rows_TD, dtype)
+        if state.rounding.weights:
+            # rounding the picked rows equals rounding the table
+            streams_TND = rounded_weight(streams_TND, "bf16")
         shared = SharedKV()
         compressed_TL, image_T = self._prepare(ids_BS.flatten(), raw_BSL.flatten(0, 1))
         taps: list[Tensor] = []
@@ -188,7 +191,7 @@ class Transformer(nn.Module):
                 taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_BSL.flatten(0, 1)[:, 0] < 0, state.rounding)
-            mixes, u_TD = block.enter(streams_TND, premix_TN)
+            mixes, u_TD = block.enter(streams_TND, premix_TN, state.rounding)
             block.attn.write_window(u_TD, state)
             block.attn.write_entries(u_TD, state)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, state, shared)
@@ -412,7 +415,7 @@ class Transformer(nn.Module):
         return compressed_TL, ids_T == self.config.image_token_id
 
     def _head(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding) -> Tensor:
-        return self.head(self.norm(collapse(streams_TND, premix_TN)), rounding)
+        return self.head(self.norm(collapse(streams_TND, premix_TN), rounding), rounding)
 
 
 def tap_of(streams_TND: Tensor) -> Tensor:

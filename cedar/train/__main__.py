@@ -26,7 +26,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"))
     run.add_argument("--minutes", type=float, help="time budget of the whole run, over all commands")
     run.add_argument("--stop-after", type=float, help="minutes after which this command saves and ends")
-    run.add_argument("--from", dest="start_from", type=Path, help="folder of weight shards to begin from")
+    run.add_argument("--from", dest="start_from", type=Path, help="model folder or weight shards to begin from")
+    run.add_argument("--tensorboard", action="store_true", help="write the log for TensorBoard too")
     run.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
     run.add_argument("--profile", type=int, default=0, metavar="STEPS", help="only time so many steps, and where")
 
@@ -57,6 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     recall.add_argument("--documents", type=int, default=32)
     recall.add_argument("--questions", type=int)
     recall.add_argument("--seed", type=int, default=0)
+
+    whole = commands.add_parser("eval", help="measure everything; one JSON and one HTML file")
+    whole.add_argument("--model", type=Path, required=True)
+    whole.add_argument("--data", type=Path, help="prepared data folder, for held-out text and chats")
+    whole.add_argument("--out", type=Path, required=True)
+    whole.add_argument("--device", choices=("cpu", "cuda"))
+    whole.add_argument("--quick", action="store_true", help="a minute's worth")
+    whole.add_argument("--card", action="store_true", help="put the numbers into the model's card")
+    whole.add_argument("--length", type=int, action="append", default=[], help="tokens of retrieval documents; repeat")
     return parser
 
 
@@ -82,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 minutes=given.minutes,
                 stop_after=given.stop_after,
                 start_from=given.start_from,
+                tensorboard=given.tensorboard,
                 report=lambda line: print(line, flush=True),
             )
         elif given.command.startswith("draft"):
@@ -89,6 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif given.command == "pack":
             for file in runs.pack(given.run, given.out):
                 print(f"{file} {file.stat().st_size:,} bytes")
+        elif given.command == "eval":
+            runs.evaluate_all(
+                given.model,
+                given.out,
+                data=given.data,
+                quick=given.quick,
+                lengths=given.length,
+                card=given.card,
+                device=given.device,
+                report=lambda line: print(line, flush=True),
+            )
         else:
             result = runs.evaluate_recall(
                 given.model, length=given.length, count=given.documents, questions=given.questions, seed=given.seed

@@ -110,6 +110,7 @@ class Trainer:
         run: Its folder: `checkpoints/`, `log.jsonl`.
         compute_dtype: bfloat16 on a GPU; the parameters are float32 masters either way.
         report: Takes each line of progress.
+        watch: Takes the values of each line of the log.
     """
 
     def __init__(
@@ -121,10 +122,11 @@ class Trainer:
         *,
         clock: Clock | None = None,
         report: Callable[[str], None] = print,
+        watch: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.config, self.model, self.batches, self.run_folder = config, model, batches, Path(run)
         self.clock = clock or Clock()
-        self.report = report
+        self.report, self.watch = report, watch
         self.optimizers = Optimizers(model.named_parameters(), model.config, config.optim)
         self.parameters = dict(model.named_parameters())
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
@@ -138,6 +140,8 @@ class Trainer:
         self.stage = 0
         self.total_steps = config.steps
         self.tokens_seen = 0
+        # facts of the runs whose weights this one began from
+        self.earlier: list[dict[str, Any]] = []
         self.skipped = 0
         self.norms: deque[float] = deque(maxlen=_REMEMBERED_NORMS)
         self._stop = False
@@ -289,6 +293,8 @@ class Trainer:
     def _write(self, values: dict[str, Any]) -> None:
         with (self.run_folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(values) + "\n")
+        if self.watch is not None:
+            self.watch(values)
 
     def save(self) -> Path:
         """Write a checkpoint. Raises CapacityError if the disk refuses; earlier ones stay."""
@@ -306,6 +312,7 @@ class Trainer:
                 "stage": self.stage,
                 "total_steps": self.total_steps,
                 "tokens_seen": self.tokens_seen,
+                "earlier": self.earlier,
                 "skipped": self.skipped,
                 "norms": list(self.norms),
                 "elapsed_s": self.clock.elapsed_s,
@@ -347,6 +354,7 @@ class Trainer:
             self.total_steps = state.meta["total_steps"]
         self.tokens_seen, self.skipped = state.meta["tokens_seen"], state.meta["skipped"]
         self.norms.extend(state.meta["norms"])
+        self.earlier = list(state.meta.get("earlier", ()))
         self.clock.before_s = state.meta["elapsed_s"]
         return True
 

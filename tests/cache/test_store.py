@@ -347,6 +347,9 @@ def test_a_day_has_its_budget_of_writes_across_restarts(tmp_path: Path, monkeypa
     assert written(store, 7, 12) == 10
     # pages that are there already cost nothing
     assert written(store, 7, 10) == 0 and store.stats.failed == {"day budget": 2}
+    # snapshots and turns count too
+    assert not store.put_blob(b"key", bytes(2 * 6144)) and store.put_turn(b"key", b"root", bytes(6144))
+    assert store.flush() and store.get_turn(b"key") is None and store.stats.failed == {"day budget": 4}
     store.close()
 
 
@@ -453,3 +456,26 @@ def test_two_live_processes_and_one_is_killed(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in segments(tmp_path)) <= 400 * 6144 + 3 * 50 * 6144
     assert reader.verify()[1] == 0 and set(reader.stats.failed) <= {"io", "checksum"}
     reader.close()
+
+
+def test_a_locked_index_holds_up_no_reader(tmp_path: Path) -> None:
+    """Another process keeps the index's write lock: pages are found and read at once, and written later."""
+    store = writer.open_store(tmp_path)
+    records = writer.chain(1, 6)
+    put_all(store, records)
+    (index,) = tmp_path.glob("*/index.sqlite")
+    other = sqlite3.connect(index, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    for record in writer.chain(2, 3):
+        store.put(record)
+    store.used([records[0].key])
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert [store.get(record.key) for record in records] == records
+    assert store.get_child(records[0].key, records[1].tokens) is not None
+    assert time.monotonic() - began < 3
+    assert store.get(writer.chain(2, 1)[0].key) is None
+    other.execute("ROLLBACK")
+    other.close()
+    assert store.flush() and store.get(writer.chain(2, 1)[0].key) is not None and store.stats.failed == {}
+    store.close()

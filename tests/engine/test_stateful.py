@@ -303,7 +303,7 @@ class Histories(RuleBasedStateMachine):
     @rule(count=st.integers(1, NUM_PAGES))
     def evict(self, count: int) -> None:
         self.wait()
-        self.cache._evict(count, ())
+        self.cache.evict(count)
 
     @rule()
     def purge(self) -> None:
