@@ -210,6 +210,16 @@ class Finished:
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
 
     @property
+    def accept_length(self) -> float:
+        """Tokens that a step with drafts gave, the model's own included; 1 without any."""
+        return 1 + self.accepted_tokens / self.draft_steps if self.draft_steps else 1.0
+
+    @property
+    def verify_width(self) -> float:
+        """Drafts that a step with drafts verified."""
+        return self.drafted_tokens / self.draft_steps if self.draft_steps else 0.0
+
+    @property
     def replayed_tokens(self) -> int:
         """Cached tokens whose rows ran again: windows that nobody kept."""
         return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))

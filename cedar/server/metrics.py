@@ -17,6 +17,7 @@ from cedar.engine.request import Finished
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_DRAFTS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 # why a page on disk could not be used; other failures of the tier are of writing, or of its index
 _READ_FAILURES = ("checksum", "format", "io")
@@ -54,6 +55,12 @@ class ServerMetrics:
         self._lag = Histogram(
             "event_loop_lag_seconds", "How late the event loop comes", registry=registry, buckets=_LAG_SECONDS
         )
+        self._accept = Histogram(
+            "spec_accept_length", "Tokens a step with drafts gave, by answer", registry=registry, buckets=_DRAFTS
+        )
+        self._width = Histogram(
+            "spec_verify_width", "Drafts a step with drafts verified, by answer", registry=registry, buckets=_DRAFTS
+        )
         self._collector = _Engine(engine)
         registry.register(self._collector)
 
@@ -76,6 +83,9 @@ class ServerMetrics:
             self._prefill.labels("encoder").inc(end.prompt_tokens - end.cached_tokens)
             self._prefill.labels("decoder_tail").inc(min(window, end.prompt_tokens))
             self._prefill.labels("replay").inc(end.replayed_tokens)
+        if end.draft_steps:
+            self._accept.observe(end.accept_length)
+            self._width.observe(end.verify_width)
         self._generated.inc(end.completion_tokens)
         self._resume.labels(end.resume).inc()
         if end.cached_tokens:
@@ -138,6 +148,9 @@ class _Engine:
         yield CounterMetricFamily("preempt", "Sequences set aside for want of pages", value=metrics.preempted)
         yield CounterMetricFamily("spec_drafted_tokens", "Drafts that were verified", value=metrics.drafted_tokens)
         yield CounterMetricFamily("spec_accepted_tokens", "Drafts that stood", value=metrics.accepted_tokens)
+        wasted = metrics.drafted_tokens - metrics.accepted_tokens
+        yield CounterMetricFamily("spec_wasted_rows", "Drafts that were verified in vain", value=wasted)
+        yield CounterMetricFamily("spec_draft_seconds", "Time that drafting took", value=metrics.draft_s)
 
     def _tables(self, stats: Mapping[str, float]) -> Iterable[Metric]:
         rows = CounterMetricFamily("engram_rows", "Rows of Engram tables on disk that steps used", labels=("src",))

@@ -19,7 +19,7 @@ from cedar.chat.effort import DEFAULT_EFFORT, effort_number
 from cedar.chat.encode import Conversation, Message, Tool, parse_messages, parse_tools
 from cedar.chat.grammar import check_schema
 from cedar.config.serve import GenerationDefaults
-from cedar.engine.request import DecoderReplay, Finished, Replay
+from cedar.engine.request import DecoderReplay, Drafting, Finished, Replay
 from cedar.errors import RequestError
 
 MAX_STOPS = 16
@@ -66,6 +66,7 @@ class Fields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     cache: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    draft: Drafting | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
     @property
@@ -373,10 +374,22 @@ def timings(end: Finished) -> dict[str, Any]:
 
 
 def draft_stats(end: Finished) -> dict[str, Any]:
-    """An extension, where there were drafts: `x_spec`, how many were verified and how many stood."""
-    if not end.drafted_tokens:
+    """An extension, where there were drafts: `x_spec`, how many were verified and stood, and the means of a step.
+
+    `accept_length` counts the model's own token of the step, as the papers do.
+    """
+    if not end.draft_steps:
         return {}
-    return {"x_spec": {"drafted_tokens": end.drafted_tokens, "accepted_tokens": end.accepted_tokens}}
+    return {
+        "x_spec": {
+            "drafted_tokens": end.drafted_tokens,
+            "accepted_tokens": end.accepted_tokens,
+            "wasted_rows": end.drafted_tokens - end.accepted_tokens,
+            "steps": end.draft_steps,
+            "accept_length": round(end.accept_length, 3),
+            "verify_width": round(end.verify_width, 3),
+        }
+    }
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

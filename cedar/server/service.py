@@ -324,6 +324,7 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 replay=ask.fields.replay or "bounded",
                 salt=cache_salt(answers.key, ask.fields.cache_salt),
                 priority=ask.fields.priority or 0,
+                draft=ask.fields.draft or "auto",
                 keep=ask.fields.cache is not False,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))

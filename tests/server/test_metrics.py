@@ -20,6 +20,7 @@ from cedar.engine.metrics import Metrics
 from cedar.engine.request import Finished, Token
 from cedar.server.logs import JsonLines
 from cedar.server.metrics import ServerMetrics
+from cedar.server.schema import draft_stats
 
 Running = Any
 CHAT = "/v1/chat/completions"
@@ -96,6 +97,29 @@ def test_rows_that_run_again_are_counted_apart() -> None:
     assert value(text, "ttft_seconds_count", hit="yes") == 1
 
 
+def test_drafts_are_told_by_answer_and_in_all() -> None:
+    end = Finished(
+        reason="stop", prompt_tokens=9, completion_tokens=20, drafted_tokens=21, accepted_tokens=12, draft_steps=7
+    )
+    assert draft_stats(end) == {
+        "x_spec": {
+            "drafted_tokens": 21,
+            "accepted_tokens": 12,
+            "wasted_rows": 9,
+            "steps": 7,
+            "accept_length": 2.714,
+            "verify_width": 3.0,
+        }
+    }
+    assert draft_stats(Finished(reason="stop", prompt_tokens=9, completion_tokens=20)) == {}
+    metrics = ServerMetrics(lambda: None)
+    metrics.end(end, window=16)
+    metrics.end(Finished(reason="stop", prompt_tokens=9, completion_tokens=20), window=16)
+    text = metrics.text().decode()
+    assert value(text, "spec_accept_length_sum") == pytest.approx(1 + 12 / 7)
+    assert value(text, "spec_verify_width_sum") == 3 and value(text, "spec_verify_width_count") == 1
+
+
 def test_pages_and_failures_of_the_disk_tier() -> None:
     engine = SimpleNamespace(
         metrics=Metrics(running=1, waiting=2, preempted=3, drafted_tokens=9, accepted_tokens=6),
@@ -114,6 +138,7 @@ def test_pages_and_failures_of_the_disk_tier() -> None:
             value(text, "engram_rows_total", src="disk") == 4 and value(text, "engram_rows_total", src="memory") == 30
         )
         assert value(text, "engram_stall_seconds_total") == 0.5 and value(text, "spec_accepted_tokens_total") == 6
+        assert value(text, "spec_wasted_rows_total") == 3
         assert value(text, "preempt_total") == 3 and value(text, "requests_waiting") == 2
 
 

@@ -16,6 +16,16 @@ export interface Timings {
   replayed_tokens: number;
 }
 
+/** Where there were drafts. */
+export interface Drafts {
+  drafted_tokens: number;
+  accepted_tokens: number;
+  wasted_rows: number;
+  steps: number;
+  accept_length: number;
+  verify_width: number;
+}
+
 export interface Usage {
   prompt_tokens: number;
   completion_tokens: number;
@@ -32,6 +42,7 @@ export interface Chunk {
   choices: { delta: { content?: string; reasoning_content?: string; tool_calls?: CallDelta[] }; finish_reason: string | null }[];
   usage?: Usage;
   timings?: Timings;
+  x_spec?: Drafts;
   warnings?: string[];
   error?: { message: string };
 }

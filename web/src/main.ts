@@ -192,7 +192,7 @@ async function read(
       byId("status").textContent = rate ? `${count(rate)} pieces/s · Esc stops` : "writing…";
     }
     if (event.timings && event.usage) {
-      drawPrompt(event.usage, event.timings, model, body);
+      drawPrompt(event.usage, event.timings, event.x_spec, model, body);
       mine.note = measured(event, first ? (first - began) / 1000 : 0);
     }
     box.grow();

@@ -1,6 +1,6 @@
 // The live panel: the queue, the speed, what of the last prompt was held, and the cache's pages by tier.
 
-import { call, post, type Explained, type Health, type Model, type Stats, type Timings, type Usage } from "./api";
+import { call, post, type Drafts, type Explained, type Health, type Model, type Stats, type Timings, type Usage } from "./api";
 import { byId, bytes, count, element } from "./dom";
 
 const SECONDS = 60;
@@ -54,7 +54,7 @@ function drawSpeed(): void {
 }
 
 /** Which part of a prompt was held and which ran, and what the sequence costs. */
-export function drawPrompt(usage: Usage, timings: Timings, model: Model | null, body: unknown): void {
+export function drawPrompt(usage: Usage, timings: Timings, drafts: Drafts | undefined, model: Model | null, body: unknown): void {
   const held = usage.prompt_cache_hit_tokens;
   const again = Math.min(timings.replayed_tokens, held);
   const total = usage.prompt_tokens + usage.completion_tokens;
@@ -72,6 +72,10 @@ export function drawPrompt(usage: Usage, timings: Timings, model: Model | null, 
     (model ? `; ${count(model.global_kv_bytes_per_token)} bytes for every further token` : "");
   byId("time").textContent =
     `${timings.queue_s.toFixed(2)} s in the queue, ${timings.prefill_s.toFixed(2)} s reading, ${timings.decode_s.toFixed(2)} s writing`;
+  byId("drafts").textContent = drafts
+    ? `${drafts.accept_length.toFixed(2)} tokens a step with drafts, ${drafts.verify_width.toFixed(1)} verified; ` +
+      `${count(drafts.accepted_tokens)} of ${count(drafts.drafted_tokens)} stood, ${count(drafts.wasted_rows)} rows wasted`
+    : "no drafts";
   byId("parted").textContent = "";
   byId("explain").hidden = !seesCache;
   lastBody = body;
