@@ -72,8 +72,8 @@ def check_identity(engine: Engine, files: ModelFiles, count: int, max_tokens: in
 
 
 def test_greedy_answers_are_the_same(engine: Engine, files: ModelFiles) -> None:
-    """9 prompts of 24 tokens with hits, few pages and mixed batches; the slow test has 500 of 128."""
-    check_identity(engine, files, 9, 24)
+    """6 prompts of 16 tokens with hits, few pages and mixed batches; the slow test has 500 of 128."""
+    check_identity(engine, files, 6, 16)
 
 
 @pytest.mark.slow
