@@ -26,6 +26,7 @@ def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) ->
         ),
         _recall(facts),
         _evaluation(facts),
+        _draft(facts),
         _abilities(facts),
         _training(facts),
         _data(facts),
@@ -94,6 +95,37 @@ def _evaluation(facts: Mapping[str, Any]) -> str:
 | tokens | {" | ".join(kinds)} |
 |---|{"---|" * len(kinds)}
 {rows}"""
+
+
+def _draft(facts: Mapping[str, Any]) -> str:
+    """The draft beside the model: what it is, and what it was measured to do on held-out text."""
+    draft = facts.get("draft")
+    if draft is None:
+        return ""
+    run, measured = draft["run"], draft["measured"]
+    kinds = [(kind, values) for kind, values in measured["acceptance"].items() if values]
+    rows = "\n".join(
+        f"| {kind} | {values.get('greedy', '')} | {values.get('temperature_1', '')} |" for kind, values in kinds
+    )
+    errors = ", ".join(
+        f"{measured[kind]['calibration_error']['all']:.1%} ({kind}, {measured[kind]['sequences']} texts)"
+        for kind in ("sampled", "greedy")
+    )
+    told = _fill(
+        f"{run['blocks']} DSpark blocks of {run['block_size']} tokens, {draft['parameters'] / 1e6:.1f} million parameters,",
+        f"trained in {draft['minutes']:g} minutes on {sum(draft['text_tokens'].values()):,} tokens that the model wrote",
+        "itself, with the model frozen. Tokens that a step gives when all drafts are verified, the model's own token",
+        "included, on held-out text:",
+    )
+    return f"""## Draft
+
+{told}
+
+| text | greedy | at temperature 1 |
+|---|---|---|
+{rows}
+
+{_fill("Calibration error of surviving up to a place, over all places:", errors + ".")}"""
 
 
 def _abilities(facts: Mapping[str, Any]) -> str:

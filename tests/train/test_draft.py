@@ -19,6 +19,7 @@ from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError, FormatError
 from cedar.train import draft as drafts
 from cedar.train import draft_text
+from cedar.train.card import _draft
 from cedar.train.draft import Blocks, DraftTrainConfig, Forced, Outcomes
 from cedar.train.run import new_model
 from tests.train.conftest import tiny_recipe
@@ -77,6 +78,8 @@ def test_what_was_measured_is_beside_the_weights(trained: Path) -> None:
     facts = json.loads((trained / "model" / "training.json").read_text())["draft"]
     assert set(facts["measured"]["acceptance"]) == set(draft_text.KINDS)
     sampling = json.loads((trained / "model" / "generation_config.json").read_text())
+    card = _draft({"draft": facts})
+    assert "2 DSpark blocks of 5 tokens" in card and "Calibration error" in card
     for kind in ("temperatures", "offsets"):
         scaling = sampling[f"draft_confidence_{kind}"]
         assert {name: len(values) for name, values in scaling.items()} == {"sampled": 5, "greedy": 5}
