@@ -111,11 +111,12 @@ def _draft(facts: Mapping[str, Any]) -> str:
         f"{measured[kind]['calibration_error']['all']:.1%} ({kind}, {measured[kind]['sequences']} texts)"
         for kind in ("sampled", "greedy")
     )
+    written = sum(draft["text_tokens"].values())
     told = _fill(
-        f"{run['blocks']} DSpark blocks of {run['block_size']} tokens, {draft['parameters'] / 1e6:.1f} million parameters,",
-        f"trained in {draft['minutes']:g} minutes on {sum(draft['text_tokens'].values()):,} tokens that the model wrote",
-        "itself, with the model frozen. Tokens that a step gives when all drafts are verified, the model's own token",
-        "included, on held-out text:",
+        f"{run['blocks']} DSpark blocks of {run['block_size']} tokens,",
+        f"{draft['parameters'] / 1e6:.1f} million parameters, trained in {draft['minutes']:g} minutes on {written:,} tokens",
+        "that the model wrote itself, with the model frozen. Tokens that a step gives when all drafts are verified, the",
+        "model's own token included, on held-out text:",
     )
     return f"""## Draft
 
