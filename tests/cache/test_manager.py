@@ -559,7 +559,7 @@ def test_random_histories_with_faults_serve_no_wrong_byte_and_lose_no_page(
     def evict() -> None:
         manager.evict(draw.randrange(8))
 
-    actions = [*[turn] * 12, *[let_go] * 8, fetch, pin, damage, evict]
+    actions = [*[turn] * 12, *[let_go] * 8, fetch, pin, damage, damage, evict]
     for step in range(220):
         if step % 45 == 44:
             restart()
