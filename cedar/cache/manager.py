@@ -149,6 +149,7 @@ class CacheManager:
     ) -> None:
         self.config, self.strict, self.turns = config, strict, turns
         self.pool = PagePool(PageLayout(config), num_pages, device)
+        self.fingerprint = fingerprint
         self.tree = PrefixTree(self.pool, fingerprint)
         self.snapshots = SnapshotPool(snapshot_bytes, snapshot_ttl_s)
         self.metrics = CacheMetrics()

@@ -348,14 +348,18 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
-def parse_messages(raw: object, *, param: str = "messages") -> tuple[Message, ...]:
+def parse_messages(raw: object, *, param: str = "messages", images: bool = True) -> tuple[Message, ...]:
     """Messages of the OpenAI shape, checked.
 
     `developer` counts as system; content may be text, null or a list of parts; an assistant's thoughts are
-    read from `reasoning_content` or `reasoning`.
+    read from `reasoning_content` or `reasoning`. A system message that says nothing is left out.
+
+    Args:
+        images: Whether the model can see.
 
     Raises:
-        RequestError: Empty, or a message that cannot be understood; `param` names it down to the part.
+        RequestError: Empty, a message that cannot be understood, or an image for a model that cannot see; `param`
+            names it down to the part.
     """
     if not isinstance(raw, Sequence) or isinstance(raw, (str, bytes)):
         raise _bad(param, f"a {type(raw).__name__}", "a list of messages")
@@ -380,8 +384,15 @@ def parse_messages(raw: object, *, param: str = "messages") -> tuple[Message, ..
                 param=f"{param}[{i}].tool_call_id",
                 code="invalid_messages",
             )
+        if not images and not isinstance(message.content, str) and Special(IMAGE) in message.content:
+            raise RequestError(
+                "images are not enabled: this model has no vision tower; send text only",
+                param=f"{param}[{i}].content[{message.content.index(Special(IMAGE))}]",
+                code="invalid_image",
+            )
         messages.append(message)
-    return tuple(messages)
+    kept = [message for message in messages if message.role != "system" or any(message.content)]
+    return tuple(kept or messages)
 
 
 _ROLES: dict[str, Role] = {

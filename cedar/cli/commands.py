@@ -220,6 +220,13 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
+    emit_reasoning_alias: Annotated[
+        bool,
+        typer.Option("--emit-reasoning-alias", help="Send thoughts as `reasoning` too, for clients that read that."),
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log JSON objects, one a line, instead of lines for people.")
+    ] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
     ] = None,
@@ -245,6 +252,7 @@ def serve(
         str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
     ] = "memory",
     engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
+    draft: Annotated[bool, typer.Option(help="Draft with the model's own draft, if it has one.")] = True,
     strict_cache: Annotated[
         bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
     ] = False,
@@ -253,16 +261,18 @@ def serve(
     import asyncio
     import logging
     import os
-    import sys
     import time
 
+    from cedar.cli.requirements import check_memory, check_packages
     from cedar.config.serve import ServeConfig
     from cedar.engine.load import context_tokens, open_model, start_engine
     from cedar.planner.fit import parse_bytes
-    from cedar.planner.kv import global_bytes_per_token
+    from cedar.planner.kv import global_bytes_per_token, page_bytes
+    from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs(as_json=log_json)
+    check_packages()
     files = open_model(model, name=name)
     config = ServeConfig(
         host=host,
@@ -274,6 +284,7 @@ def serve(
         api_key_file=api_key_file,
         drain_s=drain,
         strict=strict,
+        reasoning_alias=emit_reasoning_alias,
         cache_dir=cache_dir,
         cache_bytes=parse_bytes(cache_memory),
         cache_disk_bytes=parse_bytes(cache_disk),
@@ -283,11 +294,13 @@ def serve(
         exact_turn_replay=exact_turns,
         engram=cast(Any, engram),
         engram_cache_bytes=parse_bytes(engram_cache),
+        draft=draft,
         strict_cache=strict_cache,
     )
     held = context_tokens(files, config)
     limit = files.config.max_position_embeddings if context is None else context
     short = f" ({cache_memory} of pages hold no more; --cache-memory)" if held < limit and context is None else ""
+    needed = check_memory(files.config, config)
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -296,6 +309,9 @@ def serve(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
         f"context {held:,} tokens{short}\n"
+        f"tiers    memory {cache_memory} ({config.cache_bytes // page_bytes(files.config):,} pages of 128 tokens), "
+        f"disk {f'{cache_disk} in {cache_dir}' if cache_dir else 'none (--cache-dir DIR)'}\n"
+        f"memory   about {sum(needed.values()) / 2**20:,.0f} MiB, weights {needed['weights'] / 2**20:,.0f} of them\n"
         f"page     {url}/\n"
         f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
@@ -439,7 +455,7 @@ def cache_explain(
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+evaluate = typer.Typer(help="Measure what a model can do: everything, or one thing.")
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="eval")
 
@@ -511,6 +527,10 @@ def train_run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
     stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")] = False,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -524,7 +544,35 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+    runs.train(
+        config,
+        run,
+        device=device,
+        minutes=minutes,
+        stop_after=stop_after,
+        start_from=start_from,
+        tensorboard=tensorboard,
+    )
+
+
+@train.command("draft")
+def train_draft(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the finished model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder that prompts come from.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; the same folder goes on from there.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time of training; decides the steps.")] = None,
+    stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a field, blocks=1 for one.")
+    ] = None,
+) -> None:
+    """Train a draft for a model from text that the model writes, and write both to RUN/model."""
+    from cedar.config.load import override
+    from cedar.train import draft
+
+    config = override(draft.DraftTrainConfig(), change or ())
+    draft.train_draft(model, data, run, config, device=device, minutes=minutes, stop_after=stop_after)
 
 
 @train.command("export")
@@ -535,6 +583,32 @@ def train_export(
     from cedar.train import run as runs
 
     runs.export(run)
+
+
+@evaluate.callback(invoke_without_command=True)
+def eval_all(
+    context: typer.Context,
+    model: Annotated[str, MODEL] = "bundled",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data folder, for held-out text and chats; runs/data for one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("runs/evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A minute's worth, to see that all works.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the numbers into the model's card too.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
+
+    Writes evaluation.json and evaluation.html.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from cedar.train import run as runs
+
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device, card=card)
 
 
 @evaluate.command("recall")

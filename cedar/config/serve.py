@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,12 @@ class ServeConfig:
         max_waiting: Requests that may queue; more are told to come back later.
         max_body_bytes: Largest request body.
         ping_s: Silence after which a stream gets a comment, so that no client or proxy gives up.
+        stall_s: Silence of the engine, while requests are open, after which the log says so.
         shutdown_s: How long open answers may take to end once the server was told to stop.
         drain_s: How long, before that, they may go on while new requests are refused.
         aliases: Other names of the model; `*` takes any name.
         strict: Unknown fields are refused, not only warned about.
+        reasoning_alias: Reasoning is sent as `reasoning` too, beside `reasoning_content`: some clients read only that.
         api_key_file: Keys that may ask (`cedar.server.auth` tells its shape); None lets everybody.
         dropped_lines: Lines of system messages that begin with one of these are left out of the prompt.
         max_running: Sequences that run at once; more wait.
@@ -39,6 +42,7 @@ class ServeConfig:
         snapshot_ttl_s: A snapshot that nobody asked for leaves after this long.
         cache_dir: Where pages go to survive a restart; None keeps none. The files hold prompts.
         cache_disk_bytes: What the files there may grow to.
+        draft: Whether the model's own draft, if it has one, proposes tokens ahead; a request may still say no.
         strict_cache: A hit never changes an answer: exact resumes alone, and arithmetic that does not depend on
             what runs beside a request. Slower.
         exact_turn_replay: An assistant turn that a client sends back stands in the prompt as the tokens it was
@@ -60,10 +64,12 @@ class ServeConfig:
     max_waiting: int = 256
     max_body_bytes: int = 48 * 2**20
     ping_s: float = 10.0
+    stall_s: float = 30.0
     shutdown_s: float = 1.0
     drain_s: float = 0.0
     aliases: tuple[str, ...] = ()
     strict: bool = False
+    reasoning_alias: bool = False
     api_key_file: Path | None = None
     dropped_lines: tuple[str, ...] = ("x-anthropic-billing-header:",)
     max_running: int = 16
@@ -72,6 +78,7 @@ class ServeConfig:
     snapshot_ttl_s: float = 600.0
     cache_dir: Path | None = None
     cache_disk_bytes: int = 8 * 2**30
+    draft: bool = True
     strict_cache: bool = False
     exact_turn_replay: bool = True
     replay_turns: int = 65536
@@ -85,7 +92,7 @@ class ServeConfig:
         for name in ("max_step_tokens", "target_tpot_s"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("max_waiting", "max_body_bytes", "ping_s", "shutdown_s"):
+        for name in ("max_waiting", "max_body_bytes", "ping_s", "stall_s", "shutdown_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.drain_s < 0:
@@ -131,6 +138,8 @@ class GenerationDefaults:
     Attributes:
         max_new_tokens: Longest answer; None takes the API's own default (serving.md 6.2).
         thinking: Whether the model reasons before it answers.
+        draft_confidence_temperatures: What divides the draft's confidence logits at each place, for `sampled` and
+            for `greedy` answers; found by calibration.
     """
 
     temperature: float = 1.0
@@ -139,6 +148,7 @@ class GenerationDefaults:
     min_p: float = 0.0
     max_new_tokens: int | None = None
     thinking: bool = True
+    draft_confidence_temperatures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def answer_tokens(self, *, thinking: bool, effort: int) -> int:
         """Longest answer of a request that sets none; the context may clip it.
@@ -184,6 +194,12 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
 def _checked(file: Path, name: str, value: Any) -> Any:
     if name == "thinking":
         valid = isinstance(value, bool)
+    elif name == "draft_confidence_temperatures":
+        valid = isinstance(value, dict) and all(
+            isinstance(numbers, list) and all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers)
+            for numbers in value.values()
+        )
+        value = {kind: tuple(numbers) for kind, numbers in value.items()} if valid else value
     elif name in ("top_k", "max_new_tokens"):
         valid = (
             isinstance(value, int) and not isinstance(value, bool) and value >= (1 if name == "max_new_tokens" else 0)

@@ -55,7 +55,7 @@ from cedar.engine.scheduler import (
     victim,
     waits_for_another,
 )
-from cedar.engine.speculate import Drafter, DraftRequest, Proposal, choose_widths
+from cedar.engine.speculate import Drafter, DraftRequest, Pace, Proposal, StepCost, choose_widths
 from cedar.errors import CapacityError, RequestError, ShapeError
 from cedar.kernels.dispatch import deterministic
 from cedar.model.batch import Part
@@ -76,6 +76,11 @@ class ModelLike(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def memory_stats(self) -> dict[str, float]: ...
 
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
@@ -142,12 +147,28 @@ class Engine:
         self._running: list[Sequence] = []
         self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
+        self._cost, self._pace = StepCost(), Pace()
+        # seconds that the step's drafts took, 0 for one without
+        self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
         self._last_tokens_s = self._rows_s = 0.0
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="cedar-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def numerics(self) -> str:
+        """The arithmetic that answers come from: where, in which type, and whether it is the same whatever else runs.
+
+        Two servers of one model with the same numerics give the same answer.
+        """
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{self.model.device.type}-{dtype}{'-exact' if self.exact else ''}"
+
+    def memory_stats(self) -> dict[str, float]:
+        """What Engram tables on disk have done; zeros where they are in memory."""
+        return self.model.memory_stats()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Queue a request.
@@ -677,11 +698,18 @@ class Engine:
         except Exception as error:  # whose fault it is shows when each runs alone
             self._take_apart(work, error)
             return
-        self._note(work, began)
+        seconds = self._note(work, began)
+        decodes = all(one.sequence.status is Status.DECODE for one in work)
+        before = [one.sequence.num_generated for one in work]
         for one, rows_TV in zip(work, logits, strict=True):
             one.sequence.alone = False
             absorb = self._absorb_tokens if one.sequence.status is Status.DECODE else self._absorb_chunk
             self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
+        if decodes and self.drafter is not None:
+            # steps with chunks of prompts tell nothing of what a draft's row costs
+            self._cost.note(sum(one.num_rows + len(one.proposal.ids) for one in work), seconds)
+            tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
+            self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
     def _read_ahead(self, work: list[_Work]) -> None:
         """While a chunk runs, what the next one needs of tables on disk comes in."""
@@ -741,13 +769,21 @@ class Engine:
         return keeps and sequence.num_done < sequence.num_prompt - 1
 
     def _draft(self, work: list[_Work], num_rows: int) -> None:
-        """Let the drafter propose, and take as many drafts as the step has rows for."""
+        """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
+        self._drafted_s = 0.0
         if self.drafter is None or num_rows <= 0:
             return
         most = self.model.config.draft.block_size
-        drafted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
+        wanted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
+        pays = self._pace.drafts(len(work)) if any(one.sequence.request.draft == "auto" for one in wanted) else False
+        drafted = [
+            one
+            for one in wanted
+            if one.sequence.request.draft == "on" or (one.sequence.request.draft == "auto" and pays)
+        ]
         if not drafted:
             return
+        began = time.monotonic()
         asked = []
         for one in drafted:
             assert one.sequence.sampler is not None
@@ -770,8 +806,14 @@ class Engine:
             log.warning("the drafter failed; the step runs without drafts", exc_info=True)
             return
         proposals = [proposal.cut(request.limit) for request, proposal in pairs]
-        for one, proposal, width in zip(drafted, proposals, choose_widths(proposals, num_rows), strict=True):
+        # without confidences there is nothing to weigh a row's cost against
+        told = any(proposal.confidence is not None for proposal in proposals)
+        cost = self._cost.seconds if told else None
+        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost)
+        for one, proposal, width in zip(drafted, proposals, widths, strict=True):
             one.proposal = proposal.cut(self._width_with_room(one.sequence, width))
+        self._drafted_s = time.monotonic() - began
+        self.metrics.draft_s += self._drafted_s
 
     def _tokens_left(self, sequence: Sequence) -> int:
         return sequence.max_tokens - sequence.num_generated
@@ -817,8 +859,8 @@ class Engine:
                 # a chunk may have overwritten windows that it still needs
                 self._restart(one.sequence)
 
-    def _note(self, work: list[_Work], began: float) -> None:
-        """Count the step's rows and learn how long such steps take."""
+    def _note(self, work: list[_Work], began: float) -> float:
+        """Count the step's rows and learn how long such steps take; the seconds of this one."""
         now = time.monotonic()
         self._num_steps += 1
         rows = self.metrics.rows
@@ -841,6 +883,7 @@ class Engine:
             self._since_decode += 1
             if not any(sequence.status is Status.DECODE for sequence in self._running):
                 self._last_tokens_s = 0.0
+        return now - began
 
     def _absorb_chunk(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
         """Rows of a prompt, or of answer tokens that were known already, have run."""
@@ -901,6 +944,7 @@ class Engine:
             sequence.num_done += len(taken)
             sequence.drafted += len(proposal.ids)
             sequence.accepted += len(taken) - 1
+            sequence.draft_steps += bool(proposal.ids)
             if len(taken) < rows_TV.shape[0]:
                 sequence.state.roll_back(sequence.num_done)
         sequence.tokens += [token.id for token in taken]
@@ -923,7 +967,9 @@ class Engine:
             self._restart(sequence)
             return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
-            log.exception("request %s failed", sequence.request.id)
+            log.exception(
+                "request %s failed", sequence.request.id, extra={"fields": {"request_id": sequence.request.id}}
+            )
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
@@ -978,12 +1024,14 @@ class Engine:
             prompt_tokens=sequence.num_prompt,
             completion_tokens=sequence.num_generated,
             cached_tokens=plan.cached_tokens,
+            run_tokens=sequence.num_run,
             queue_s=admitted - sequence.submitted_s,
             prefill_s=first - admitted,
             decode_s=now - first,
             cache_bytes=cache_bytes,
             drafted_tokens=sequence.drafted,
             accepted_tokens=sequence.accepted,
+            draft_steps=sequence.draft_steps,
             error=error,
             resume=plan.grade,
             cache_tier=plan.tier,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
 Replay = Literal["bounded", "exact", "off"]
+Drafting = Literal["on", "off", "auto"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
@@ -106,6 +107,8 @@ class Request:
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
+        draft: `on` drafts in every step, `off` in none, `auto` where that has been the faster way; it never decides
+            which tokens come, only when.
         timeout_s: The request ends with reason `timeout` if its first token has not come after so long; as that
             time draws near it goes before others of its priority.
 
@@ -123,6 +126,7 @@ class Request:
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
+    draft: Drafting = "auto"
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -180,7 +184,9 @@ class Finished:
         completion_tokens: Tokens generated, a stop token included; of a fork, the inherited ones too.
         drafted_tokens: Tokens that were proposed and verified.
         accepted_tokens: Those among them that became part of the answer.
+        draft_steps: Steps that verified any.
         cached_tokens: Tokens of the prompt that a cache held already.
+        run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
         resume: How the prompt started (serving.md 2.1).
@@ -191,15 +197,22 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    run_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Cached tokens whose rows ran again: windows that nobody kept."""
+        return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
 
 
 Event = Progress | Token | Rewound | Finished
@@ -249,6 +262,7 @@ class Sequence:
         looked_far: The shared tier was asked for its pages.
         fetch: The answer, None if there is nothing to wait for.
         width: Drafts that its last step verified.
+        drafted, accepted, draft_steps: Drafts verified so far, those that stood, steps that verified any.
         alone: A step that it was part of failed, so its next one has no company.
         waits_for: Whose prompt's end it starts from.
         forks: Who starts from its prompt's end.
@@ -274,6 +288,7 @@ class Sequence:
     width: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_steps: int = 0
     stepped: int = 0
     alone: bool = False
     waits_for: Sequence | None = None
