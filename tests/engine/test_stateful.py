@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -336,6 +337,12 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 # a thread runs the engine, so a history does not fail the same way twice: shrinking would only take time
-TestHistories.settings = settings(
-    max_examples=20, stateful_step_count=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
+_PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+TestHistories.settings = settings(max_examples=20, stateful_step_count=100, deadline=None, phases=_PHASES)
+
+
+@pytest.mark.slow
+class TestManyHistories(Histories.TestCase):  # type: ignore[misc]
+    """The same, twenty times as long."""
+
+    settings = settings(max_examples=400, stateful_step_count=100, deadline=None, phases=_PHASES, derandomize=False)
