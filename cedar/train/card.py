@@ -114,7 +114,8 @@ def _draft(facts: Mapping[str, Any]) -> str:
     written = sum(draft["text_tokens"].values())
     told = _fill(
         f"{run['blocks']} DSpark blocks of {run['block_size']} tokens,",
-        f"{draft['parameters'] / 1e6:.1f} million parameters, trained in {draft['minutes']:g} minutes on {written:,} tokens",
+        f"{draft['parameters'] / 1e6:.1f} million parameters, trained in {draft['minutes']:g} minutes on",
+        f"{written:,} tokens",
         "that the model wrote itself, with the model frozen. Tokens that a step gives when all drafts are verified, the",
         "model's own token included, on held-out text:",
     )
