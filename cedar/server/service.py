@@ -326,12 +326,9 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 replay=ask.fields.replay or "bounded",
                 salt=cache_salt(answers.key, ask.fields.cache_salt),
                 priority=ask.fields.priority or 0,
-<<<<<<< HEAD
                 draft=ask.fields.draft or "auto",
-=======
                 # of several answers the first token of any is in time
                 timeout_s=ask.fields.timeout_s if count == 1 else None,
->>>>>>> i4a
                 keep=ask.fields.cache is not False,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))
