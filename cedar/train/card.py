@@ -115,7 +115,7 @@ def _draft(facts: Mapping[str, Any]) -> str:
     told = _fill(
         f"{run['blocks']} DSpark blocks of {run['block_size']} tokens,",
         f"{draft['parameters'] / 1e6:.1f} million parameters, trained in {draft['minutes']:g} minutes on",
-        f"{written:,} tokens that the model wrote itself, with the model frozen. Tokens that a step gives when all drafts",
+        f"{written:,} tokens that the model wrote itself, with the model frozen. Tokens a step when all drafts",
         "are verified, the model's own token included, on held-out text:",
     )
     return f"""## Draft
