@@ -83,7 +83,7 @@ def bench_serve(
 def bench_draft(
     model: Annotated[str, typer.Option(help="Model directory with a draft; the bundled one by default.")] = "bundled",
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat for more. 1 and 16.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each mode runs; the fastest counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of all modes; four times as many at batch 1.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 96,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Of the timed answers.")] = 0.0,
     identity: Annotated[int, typer.Option(min=1, help="Answers compared in deterministic mode.")] = 24,

@@ -707,7 +707,7 @@ class Engine:
             self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
         if decodes and self.drafter is not None:
             # steps with chunks of prompts tell nothing of what a draft's row costs
-            self._cost.note(sum(one.num_rows + len(one.proposal.ids) for one in work), seconds)
+            self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
             tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
             self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
@@ -808,7 +808,7 @@ class Engine:
         proposals = [proposal.cut(request.limit) for request, proposal in pairs]
         # without confidences there is nothing to weigh a row's cost against
         told = any(proposal.confidence is not None for proposal in proposals)
-        cost = self._cost.seconds if told else None
+        cost = self._cost.of(len(work)) if told else None
         widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost)
         for one, proposal, width in zip(drafted, proposals, widths, strict=True):
             one.proposal = proposal.cut(self._width_with_room(one.sequence, width))

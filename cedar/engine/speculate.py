@@ -11,6 +11,7 @@ A sequences, G tokens of a block, V vocabulary, R Markov rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,33 +90,37 @@ class Drafter(Protocol):
 
 
 class StepCost:
-    """Seconds of a step by its rows, as far as steps of generated tokens have shown: a line through what was seen.
+    """Seconds of a step of generated tokens by its drafts, as steps have shown: a line for each number of sequences.
 
-    What was seen long ago counts less. Until widths have varied, a row is taken to cost a few hundredths of a step.
+    A sequence more costs much more than a draft more, so the two are not mixed. What was seen long ago counts less.
+    Until widths have varied, a draft is taken to cost a few hundredths of a step.
     """
 
-    # a row's part of a one-row step, as prior, and how many squared rows of variation outweigh it
+    # a draft's part of a step without drafts, as prior, and how many squared drafts of variation outweigh it
     _PRIOR, _WEIGHT = 0.06, 4.0
     _KEEP = 0.98
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5
+        self._sums: dict[int, list[float]] = {}
 
-    def note(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
-        values = (1.0, float(rows), seconds, float(rows * rows), rows * seconds)
-        self._sums = [self._KEEP * old + new for old, new in zip(self._sums, values, strict=True)]
+    def note(self, sequences: int, drafts: int, seconds: float) -> None:
+        """A step of so many sequences and drafts took so long."""
+        values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
+        old = self._sums.get(sequences, [0.0] * 5)
+        self._sums[sequences] = [self._KEEP * kept + new for kept, new in zip(old, values, strict=True)]
 
-    def seconds(self, rows: float) -> float:
-        """What a step of so many rows would take; in units of nothing before the first note."""
-        count, sum_x, sum_y, sum_xx, sum_xy = self._sums
+    def of(self, sequences: int) -> Callable[[float], float]:
+        """What a step of so many sequences takes, by its rows; in units of nothing before the first note."""
+        prior = self._PRIOR / math.sqrt(sequences)
+        count, sum_x, sum_y, sum_xx, sum_xy = self._sums.get(sequences, [0.0] * 5)
         if not count:
-            return 1.0 + self._PRIOR * (rows - 1)
+            return lambda rows: 1.0 + prior * (rows - sequences)
         mean_x, mean_y = sum_x / count, sum_y / count
-        spread, covariance = sum_xx / count - mean_x**2, sum_xy / count - mean_x * mean_y
-        prior = self._PRIOR * mean_y / (1 + self._PRIOR * (mean_x - 1))
-        slope = max((covariance * count + self._WEIGHT * prior) / (spread * count + self._WEIGHT), 0.0)
-        return max(mean_y + slope * (rows - mean_x), 0.1 * mean_y)
+        spread, covariance = sum_xx - count * mean_x**2, sum_xy - count * mean_x * mean_y
+        expected = prior * mean_y / (1 + prior * mean_x)
+        slope = max((covariance + self._WEIGHT * expected) / (spread + self._WEIGHT), 0.0)
+        base = max(mean_y - slope * mean_x, 0.1 * mean_y)
+        return lambda rows: base + slope * (rows - sequences)
 
 
 class Pace:

@@ -319,19 +319,21 @@ def test_sampled_answers_keep_their_distribution_over_200000_draws() -> None:
 # -- widths, cost, pace
 
 
-def test_the_cost_of_a_row_is_learnt() -> None:
+def test_the_cost_of_a_draft_is_learnt() -> None:
     cost = StepCost()
-    assert cost.seconds(1) == 1.0 and cost.seconds(6) == pytest.approx(1.3)
-    for step in range(200):
-        rows = 1 + step % 6
-        cost.note(rows, 0.010 + 0.004 * rows)
-    assert cost.seconds(1) == pytest.approx(0.014, rel=0.05)
-    assert cost.seconds(6) == pytest.approx(0.034, rel=0.05)
-    # a row costs two sevenths of a step: the third draft stands once in four times and does not pay
+    assert cost.of(1)(1) == 1.0 and cost.of(1)(6) == pytest.approx(1.3)
+    for step in range(300):
+        # a sequence costs five times what a draft costs, and now and then one ends
+        sequences, drafts = (1, step % 6) if step % 3 else (4, step % 7)
+        cost.note(sequences, drafts, 0.010 * sequences + 0.004 * drafts)
+    for sequences in (1, 4):
+        assert cost.of(sequences)(sequences) == pytest.approx(0.010 * sequences, rel=0.05)
+        assert cost.of(sequences)(sequences + 5) == pytest.approx(0.010 * sequences + 0.020, rel=0.05)
+    # a draft costs two fifths of a step: the second stands once in two times and does not pay
     sure = Proposal(ids=(1, 2, 3), confidence=(0.95, 0.5, 0.5))
-    assert choose_widths([sure], 3, cost=cost.seconds) == [2]
+    assert choose_widths([sure], 3, cost=cost.of(1)) == [1]
     assert choose_widths([sure], 3, cost=lambda rows: 1.0) == [3]
-    assert choose_widths([Proposal(ids=(1,), confidence=(0.01,))], 3, cost=cost.seconds) == [0]
+    assert choose_widths([Proposal(ids=(1,), confidence=(0.01,))], 3, cost=cost.of(1)) == [0]
 
 
 def test_drafting_goes_on_where_it_was_faster() -> None:
