@@ -92,21 +92,24 @@ class Drafter(Protocol):
 class StepCost:
     """Seconds of a step of generated tokens by its drafts, as steps have shown: a line for each number of sequences.
 
-    A sequence more costs much more than a draft more, so the two are not mixed. What was seen long ago counts less.
-    Until widths have varied, a draft is taken to cost a few hundredths of a step.
+    A sequence more costs much more than a draft more, so the two are not mixed. What was seen long ago counts less, and
+    a step that something else held up counts as twice the usual at most. Until widths have varied, a draft is taken to
+    cost a few hundredths of a step.
     """
 
     # a draft's part of a step without drafts, as prior, and how many squared drafts of variation outweigh it
-    _PRIOR, _WEIGHT = 0.06, 4.0
-    _KEEP = 0.98
+    _PRIOR, _WEIGHT = 0.06, 50.0
+    _KEEP = 0.99
 
     def __init__(self) -> None:
         self._sums: dict[int, list[float]] = {}
 
     def note(self, sequences: int, drafts: int, seconds: float) -> None:
         """A step of so many sequences and drafts took so long."""
-        values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
         old = self._sums.get(sequences, [0.0] * 5)
+        if old[0] > 1:
+            seconds = min(seconds, 2 * self.of(sequences)(sequences + drafts))
+        values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
         self._sums[sequences] = [self._KEEP * kept + new for kept, new in zip(old, values, strict=True)]
 
     def of(self, sequences: int) -> Callable[[float], float]:

@@ -322,7 +322,7 @@ def test_sampled_answers_keep_their_distribution_over_200000_draws() -> None:
 def test_the_cost_of_a_draft_is_learnt() -> None:
     cost = StepCost()
     assert cost.of(1)(1) == 1.0 and cost.of(1)(6) == pytest.approx(1.3)
-    for step in range(300):
+    for step in range(600):
         # a sequence costs five times what a draft costs, and now and then one ends
         sequences, drafts = (1, step % 6) if step % 3 else (4, step % 7)
         cost.note(sequences, drafts, 0.010 * sequences + 0.004 * drafts)

@@ -118,7 +118,7 @@ def test_what_the_card_says_was_measured(files: ModelFiles) -> None:
     measured = draft["measured"]
     assert measured["acceptance"]["stories"]["greedy"] >= 2.5
     assert measured["acceptance"]["code"]["greedy"] >= 4.0
-    assert measured["sampled"]["calibration_error"]["all"] <= 0.03
+    assert max(measured[kind]["calibration_error"]["all"] for kind in ("sampled", "greedy")) <= 0.03
     size = sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
     assert size < 40 * 2**20
     assert set(files.defaults.draft_confidence_temperatures) == {"sampled", "greedy"}
