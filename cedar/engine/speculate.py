@@ -107,8 +107,12 @@ class StepCost:
     def note(self, sequences: int, drafts: int, seconds: float) -> None:
         """A step of so many sequences and drafts took so long."""
         old = self._sums.get(sequences, [0.0] * 5)
-        if old[0] > 1:
-            seconds = min(seconds, 2 * self.of(sequences)(sequences + drafts))
+        if old[0]:
+            expected = self.of(sequences)(sequences + drafts)
+            seconds = min(seconds, 2 * expected)
+            if 2 * seconds < expected:
+                # those before were held up, all of them
+                old = [0.0] * 5
         values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
         self._sums[sequences] = [self._KEEP * kept + new for kept, new in zip(old, values, strict=True)]
 

@@ -323,15 +323,17 @@ def test_the_cost_of_a_draft_is_learnt() -> None:
     cost = StepCost()
     assert cost.of(1)(1) == 1.0 and cost.of(1)(6) == pytest.approx(1.3)
     for step in range(600):
-        # a sequence costs five times what a draft costs, and now and then one ends
+        # a sequence costs ten times what a draft costs, and now and then one ends
         sequences, drafts = (1, step % 6) if step % 3 else (4, step % 7)
-        cost.note(sequences, drafts, 0.010 * sequences + 0.004 * drafts)
+        # now and then something else holds a step up
+        cost.note(sequences, drafts, (0.010 * sequences + 0.001 * drafts) * (1 if step % 50 else 30))
     for sequences in (1, 4):
-        assert cost.of(sequences)(sequences) == pytest.approx(0.010 * sequences, rel=0.05)
-        assert cost.of(sequences)(sequences + 5) == pytest.approx(0.010 * sequences + 0.020, rel=0.05)
-    # a draft costs two fifths of a step: the second stands once in two times and does not pay
-    sure = Proposal(ids=(1, 2, 3), confidence=(0.95, 0.5, 0.5))
-    assert choose_widths([sure], 3, cost=cost.of(1)) == [1]
+        base = cost.of(sequences)(sequences)
+        assert base == pytest.approx(0.010 * sequences, rel=0.1)
+        assert (cost.of(sequences)(sequences + 5) - base) / base == pytest.approx(0.5 / sequences, rel=0.3)
+    # a draft costs a tenth of a step: the third stands once in thirty-five times and does not pay
+    sure = Proposal(ids=(1, 2, 3), confidence=(0.95, 0.3, 0.1))
+    assert choose_widths([sure], 3, cost=cost.of(1)) == [2]
     assert choose_widths([sure], 3, cost=lambda rows: 1.0) == [3]
     assert choose_widths([Proposal(ids=(1,), confidence=(0.01,))], 3, cost=cost.of(1)) == [0]
 
