@@ -137,7 +137,7 @@ class Pace:
     """
 
     # a step in so many goes the other way, to see whether that still holds
-    _PROBE = 24
+    _PROBE = 64
     _KEEP = 0.9
 
     def __init__(self) -> None:
