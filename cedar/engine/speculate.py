@@ -138,33 +138,31 @@ class Pace:
 
     # a step in so many goes the other way, to see whether that still holds
     _PROBE = 64
+    # steps of each kind before the two are compared
+    _FIRST = 3
     _KEEP = 0.9
 
     def __init__(self) -> None:
-        # (bucket, drafted) -> tokens and seconds, the newest weighing most
-        self._seen: dict[tuple[int, bool], tuple[float, float]] = {}
+        # (bucket, drafted) -> steps, and tokens and seconds of which the newest weigh most
+        self._seen: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._turn = 0
 
     def drafts(self, num_sequences: int) -> bool:
         """Whether the next step should draft."""
         bucket = num_sequences.bit_length()
-        rates = [self._rate(bucket, drafted) for drafted in (False, True)]
+        without, with_drafts = (self._seen.get((bucket, drafted), (0, 0.0, 1.0)) for drafted in (False, True))
+        if min(without[0], with_drafts[0]) < self._FIRST:
+            # a few of each, drafting first: it is what the draft is for
+            return with_drafts[0] <= without[0]
         self._turn += 1
-        probes = self._turn % self._PROBE == 0
-        if rates[1] is None or rates[0] is None:
-            # drafting first: it is what the draft is for
-            return rates[1] is None or not probes
-        return (rates[1] >= rates[0]) != probes
+        faster = with_drafts[1] * without[2] >= without[1] * with_drafts[2]
+        return faster != (self._turn % self._PROBE == 0)
 
     def note(self, num_sequences: int, drafted: bool, tokens: int, seconds: float) -> None:
         """A step of so many sequences gave so many tokens."""
         key = num_sequences.bit_length(), drafted
-        old_tokens, old_seconds = self._seen.get(key, (0.0, 0.0))
-        self._seen[key] = (self._KEEP * old_tokens + tokens, self._KEEP * old_seconds + seconds)
-
-    def _rate(self, bucket: int, drafted: bool) -> float | None:
-        tokens, seconds = self._seen.get((bucket, drafted), (0.0, 0.0))
-        return tokens / seconds if seconds else None
+        steps, old_tokens, old_seconds = self._seen.get(key, (0, 0.0, 0.0))
+        self._seen[key] = (steps + 1, self._KEEP * old_tokens + tokens, self._KEEP * old_seconds + seconds)
 
 
 def choose_widths(
