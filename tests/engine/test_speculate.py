@@ -26,7 +26,7 @@ VOCAB = 512
 
 def ask(engine: Engine, *prompt: int, **sampling: Any) -> tuple[list[int], Finished]:
     params = SamplingParams(**{"temperature": 0, "max_tokens": 20, **sampling})
-    return said(list(engine.submit(Request(prompt_ids=prompt, sampling=params))))
+    return said(list(engine.submit(Request(prompt_ids=prompt, sampling=params, draft="on"))))
 
 
 def said(events: list[Event]) -> tuple[list[int], Finished]:
