@@ -57,6 +57,8 @@ class Loading:
         self._ready = {source: threading.Event() for source in pool.layout.sections}
         self._finished = threading.Event()
         self._cancelled = False
+        # whoever took the pages also cleared them
+        self._taken = pool.mark()
 
     @property
     def finished(self) -> bool:
@@ -85,6 +87,7 @@ class Loading:
         """Fill the pages; in the thread."""
         headers: dict[bytes, Header] = {}
         try:
+            self._pool.follow(self._taken)
             for part, source in enumerate(self._pool.layout.sections):
                 for found, page in self.pages:
                     if self._cancelled:
@@ -94,6 +97,7 @@ class Loading:
                     except Exception as error:
                         self._reject(found, error)
                         raise
+                self._pool.finish()
                 self._ready[source].set()
         except Exception as error:  # whatever it is, whoever waits must hear of it
             self.error = error

@@ -26,7 +26,7 @@ from cedar.cache.tiers import HostTier
 from cedar.cache.turns import ReplayMap
 from cedar.cache.view import PagedRows
 from cedar.config.model import PAGE_TOKENS, ModelConfig
-from cedar.errors import CapacityError
+from cedar.errors import CapacityError, FormatError
 
 # what a hit may be: see serving.md 2.1
 Replay = Literal["bounded", "exact", "off"]
@@ -291,6 +291,9 @@ class CacheManager:
         """Offer the whole pages of the tokens written so far."""
         if not self._settle(lease) or not lease.keep or (self.strict and lease.plan.lineage):
             return
+        if lease.node.gone:
+            # what was below it has been forgotten meanwhile; the lease still has the pages
+            lease.node, lease.published = self.tree.root(lease.salt), 0
         while lease.published + PAGE_TOKENS <= len(tokens):
             start = lease.published
             page = lease.table.pages[start // PAGE_TOKENS]
@@ -328,6 +331,23 @@ class CacheManager:
         # a thread may still write into its pages
         loading.cancel()
         self._leaving.append((loading, lease.table))
+
+    def distrust(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """A sequence over these pages failed, perhaps by what they hold: the next one shall not find them.
+
+        Call it before `release`. Pages that other sequences use, and those that others branch off, stay in memory.
+        """
+        keys = [] if lease.loading is None else [found.key for found, _ in lease.loading.pages]
+        for node, _ in reversed(self._match(tokens, lease.salt, touch=False)):
+            keys.append(node.key)
+            mine = node.page in lease.table.pages
+            if not node.children and self.pool.references(node.page) == 1 + mine:
+                self.tree.remove(node)
+        for key in keys:
+            if self._host is not None:
+                self._host.forget(key)
+            if self._store is not None:
+                self._store.reject(key, FormatError("a sequence over this page failed"), "quarantine")
 
     def fork(self, lease: Lease) -> Lease:
         """The same pages for another sequence; whoever writes first copies.
@@ -401,6 +421,16 @@ class CacheManager:
             node.pinned = pinned
         return max(sum(length for _, length in path), on_disk)
 
+    def unpin_memory(self) -> bool:
+        """Let pinned pages leave memory: one sequence alone has no room beside them. False if there were none.
+
+        On disk they stay pinned.
+        """
+        pinned = [node for node in self.tree.nodes() if node.pinned]
+        for node in pinned:
+            node.pinned = False
+        return bool(pinned)
+
     def prefetch(self, prompt: Sequence[int], salt: bytes) -> Future[None] | None:
         """Bring what the shared tier has of a prompt to this machine; None if there is nothing to wait for.
 
@@ -473,7 +503,8 @@ class CacheManager:
             loading.settle()
         self._reap()
         self._loaders.shutdown()
-        self._fetchers.shutdown(cancel_futures=True)
+        # a store that hangs must not hold up the end
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
         if self._shared is not None:
             self._shared.close()
         if self._store is None:
@@ -587,6 +618,9 @@ class CacheManager:
         if not loading.finished or loading.error is not None:
             return False
         self.metrics.loaded_pages += len(loading.pages)
+        lease.loading = None
+        if lease.node.gone:
+            return True
         for number, (found, page) in enumerate(loading.pages):
             # the last one may be shared in part: the sequence writes the rest of it
             if lease.plan.held_tokens + (number + 1) * PAGE_TOKENS > lease.plan.cached_tokens:
@@ -594,7 +628,6 @@ class CacheManager:
             node, _ = self.tree.insert(lease.node, found.tokens, page, found.lineage)
             node.on_disk, node.pinned = True, node.pinned or found.pinned
             lease.node, lease.published = node, lease.published + PAGE_TOKENS
-        lease.loading = None
         return True
 
     def _whole(self, lease: Lease) -> None:

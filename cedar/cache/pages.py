@@ -100,12 +100,32 @@ class PagePool:
 
     def write_section(self, page: int, source: int, section: bytes) -> None:
         """Fill one KV source's part of a page. Any thread may, on a page that only it touches."""
-        section_X = torch.frombuffer(bytearray(section), dtype=torch.uint8).to(self.device)
+        section_X = torch.frombuffer(bytearray(section), dtype=torch.uint8)
         start = 0
         for field in self.layout.fields(source):
             stop = start + field.num_rows * field.row_bytes
-            self._planes[field.offset][page] = section_X[start:stop].unflatten(0, (field.num_rows, field.row_bytes))
+            rows_NX = section_X[start:stop].unflatten(0, (field.num_rows, field.row_bytes))
+            # straight into its place: a copy on the device would need memory there
+            self._planes[field.offset][page].copy_(rows_NX)
             start = stop
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What this thread has asked of the pages so far, for `follow`; None where nothing runs behind its back."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def follow(self, mark: torch.cuda.Event | None) -> None:
+        """Writes of this thread come after what another thread has marked."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Wait until this thread's writes have happened, so that any thread may read them."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def check(self) -> None:
         """Every page is either free or held."""

@@ -26,6 +26,7 @@ class Node:
         lineage: Bounded replays upstream of its bytes; 0 means the same bytes as a cold prefill.
         hits: Lookups that took it, halved every `HALF_LIFE_S`, as of `used_s`.
         on_disk: A copy is in the disk tier, or on its way there.
+        gone: It has left the tree; nothing may be put below it.
     """
 
     key: bytes
@@ -37,6 +38,7 @@ class Node:
     used_s: float = 0.0
     on_disk: bool = False
     pinned: bool = False
+    gone: bool = False
     children: dict[int, list[Node]] = field(default_factory=dict)
 
     @property
@@ -129,6 +131,7 @@ class PrefixTree:
         if not siblings:
             del node.parent.children[node.tokens[0]]
         self.pool.release(node.page)
+        node.gone = True
         self.num_nodes -= 1
 
     def evict(

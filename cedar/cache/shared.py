@@ -113,9 +113,10 @@ class SharedStore:
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Write what waits, then end."""
-        self._queue.put(None)
-        self._thread.join(30.0)
+        """Write what waits, then end; what a store that hangs did not take by then is lost to it."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=10.0)
+            self._thread.join(10.0)
 
     def describe(self) -> dict[str, object]:
         """This process's counters."""

@@ -330,9 +330,9 @@ class PageStore:
             self.stats.read += 1
         return section
 
-    def reject(self, key: bytes, error: Exception) -> None:
+    def reject(self, key: bytes, error: Exception, cause: str = "") -> None:
         """A page turned out broken: count the cause and forget it."""
-        self._tombstone(key, "io" if isinstance(error, OSError) else "checksum", error)
+        self._tombstone(key, cause or ("io" if isinstance(error, OSError) else "checksum"), error)
 
     def has(self, key: bytes) -> bool:
         """Whether the index names the page; only `get` knows whether it is whole."""
@@ -490,6 +490,9 @@ class PageStore:
         """Keep a value under a key, in the index itself."""
         with self._lock:
             try:
+                if not self._allowed(1, len(value)):
+                    self._failed("day budget", CapacityError(f"{len(value)} bytes are over the day's writes"))
+                    return False
                 self._index.execute(
                     "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?)",
                     (key, time.time(), xxhash.xxh3_128_digest(value), value),
@@ -651,7 +654,7 @@ class PageStore:
         rows = []
         there = self.locate([record.key for record in records])
         records = [record for record in records if record.key not in there]
-        allowed = self._allowed(len(records))
+        allowed = self._allowed(len(records), self.record_bytes)
         if allowed < len(records):
             self._failed("day budget", CapacityError(f"{len(records) - allowed} pages are over the day's writes"))
         for record in records[:allowed]:
@@ -690,10 +693,10 @@ class PageStore:
                 self._index.rollback()
                 self._failed("index", error)
 
-    def _allowed(self, num_records: int) -> int:
-        """How many of so many records the day's budget still takes; they are counted as written."""
-        if self.day_bytes is None or num_records == 0:
-            return num_records
+    def _allowed(self, count: int, size: int) -> int:
+        """How many of so many things of a size the day's budget still takes; they are counted as written."""
+        if self.day_bytes is None or count == 0:
+            return count
         with self._lock:
             # other processes count in the same row
             self._index.execute("BEGIN IMMEDIATE")
@@ -701,8 +704,8 @@ class PageStore:
                 self._index.execute("INSERT OR IGNORE INTO written VALUES (1, ?, 0)", (time.time(),))
                 since, num_bytes = self._index.execute("SELECT since, bytes FROM written").fetchone()
                 since, num_bytes = self._turn_day(since, num_bytes)
-                allowed = min(max(self.day_bytes - num_bytes, 0) // self.record_bytes, num_records)
-                num_bytes += allowed * self.record_bytes
+                allowed = min(max(self.day_bytes - num_bytes, 0) // size, count)
+                num_bytes += allowed * size
                 self._index.execute("UPDATE written SET since = ?, bytes = ?", (since, num_bytes))
                 self._index.commit()
             except BaseException:
@@ -734,6 +737,9 @@ class PageStore:
         rows = [(key, root, now, xxhash.xxh3_128_digest(root + value), value) for key, root, value in turns]
         with self._lock:
             try:
+                if not self._allowed(1, sum(len(turn.value) for turn in turns)):
+                    self._failed("day budget", CapacityError(f"{len(turns)} turns are over the day's writes"))
+                    return
                 self._index.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
                 self._index.commit()
             except sqlite3.Error as error:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from cedar.chat.tokenizer import Tokenizer
 from cedar.checkpoint.files import CheckpointFiles, open_checkpoint
 from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, stored_weights
+from cedar.errors import FormatError
 from cedar.formats.fp4 import dequantize_fp4_index
 from cedar.formats.fp8 import dequantize_tiles
+from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear
 from cedar.model.moe import Experts
@@ -36,9 +38,9 @@ def read_checkpoint(
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
-    Everything is checked before the first weight is read (`open_checkpoint`). Draft and vision tensors are
-    known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
-    and gives Engram's token map.
+    Everything is checked before the first weight is read (`open_checkpoint`). Draft tensors are left to `read_draft`;
+    vision tensors are known by the config and skipped. If the directory has a tokenizer.json, it is checked against
+    the config and gives Engram's token map.
 
     Args:
         path: Directory with config.json, the shards and their index.
@@ -68,9 +70,27 @@ def read_checkpoint(
     return model
 
 
+def read_draft(path: str | Path, target: Transformer) -> Draft | None:
+    """The draft of a checkpoint beside its text model, None if the checkpoint has none.
+
+    Raises:
+        ConfigError: config.json is missing or wrong.
+        FormatError: A file or a tensor is not what the config asks for, or `target` is another model.
+    """
+    files = open_checkpoint(path)
+    if files.config != target.config:
+        raise FormatError(f"{path} is not the checkpoint of the model that it should draft for")
+    if not files.config.draft.num_blocks:
+        files.close()
+        return None
+    draft = Draft(files.config, target, device=target.device)
+    load_weights(draft, files)
+    return draft
+
+
 @torch.no_grad()
 def load_weights(
-    model: Transformer,
+    model: Transformer | Draft,
     files: CheckpointFiles,
     *,
     engram: EngramPlace = "memory",
@@ -80,7 +100,8 @@ def load_weights(
 
     Engram tables become packed ones.
     """
-    weights = [weight for weight in stored_weights(files.config) if weight.part is Part.TEXT]
+    part = Part.DRAFT if isinstance(model, Draft) else Part.TEXT
+    weights = [weight for weight in stored_weights(files.config) if weight.part is part]
     # in file order, so that a disk reads forward
     weights.sort(
         key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start)
@@ -88,6 +109,7 @@ def load_weights(
     try:
         for weight in weights:
             if weight.storage is Storage.FP8_ROWS:
+                assert isinstance(model, Transformer)
                 _load_table(model, files, weight, engram, engram_cache_bytes // len(files.config.engram.layer_ids))
             else:
                 _load_weight(model, files, weight)
@@ -96,7 +118,7 @@ def load_weights(
 
 
 def target(model: nn.Module, weight: StoredWeight) -> Tensor:
-    """The parameter or buffer that holds a text weight, cut to its expert; shares its memory."""
+    """The parameter or buffer that holds a text or draft weight, cut to its expert; shares its memory."""
     owner_name, _, name = weight.parameter.rpartition(".")
     held: Tensor = getattr(model.get_submodule(owner_name), name)
     held = held if weight.expert is None else held[weight.expert]
@@ -140,7 +162,7 @@ def _load_table(
     )
 
 
-def _load_weight(model: Transformer, files: CheckpointFiles, weight: StoredWeight) -> None:
+def _load_weight(model: nn.Module, files: CheckpointFiles, weight: StoredWeight) -> None:
     values = target(model, weight)
     stored, scale = weight.weight, weight.scale
     scale_bytes = None

@@ -252,6 +252,7 @@ def serve(
         str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
     ] = "memory",
     engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
+    draft: Annotated[bool, typer.Option(help="Draft with the model's own draft, if it has one.")] = True,
     strict_cache: Annotated[
         bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
     ] = False,
@@ -293,6 +294,7 @@ def serve(
         exact_turn_replay=exact_turns,
         engram=cast(Any, engram),
         engram_cache_bytes=parse_bytes(engram_cache),
+        draft=draft,
         strict_cache=strict_cache,
     )
     held = context_tokens(files, config)
@@ -453,7 +455,7 @@ def cache_explain(
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+evaluate = typer.Typer(help="Measure what a model can do: everything, or one thing.")
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="eval")
 
@@ -461,35 +463,60 @@ app.add_typer(evaluate, name="eval")
 @train.command("prepare")
 def prepare_data(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the data folder goes.")] = Path("runs/data"),
-    texts: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `text`.")] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]DIR", help="JSON lines (.zst) with `text`, the corpus NAME (stories); repeat."),
+    ] = None,
     chats: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `messages`.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer: nano 512, micro 1024, mini 2048.")] = 1024,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Use this tokenizer.json instead of training one.")
     ] = None,
     order: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ids in the order in which texts are taken, first column.")
+        list[str] | None,
+        typer.Option(metavar="[NAME=]FILE", help="Ids in the order in which texts are taken, first column."),
     ] = None,
-    max_characters: Annotated[int | None, typer.Option(help="Stop after so many characters of text.")] = None,
-    chat_source: Annotated[list[str] | None, typer.Option(help="Take chats of this source alone; repeat.")] = None,
+    max_characters: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]N", help="Stop a corpus after so many characters.")
+    ] = None,
+    chat_source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]SOURCE", help="Take chats of this source alone, for NAME (instruct); repeat."),
+    ] = None,
+    max_chat_tokens: Annotated[int, typer.Option(min=16, help="Leave out chats that are longer.")] = 2048,
 ) -> None:
     """Tokenise text and chats into a data folder; files named validation-* are held out."""
     from cedar.chat.tokenizer import Tokenizer
     from cedar.errors import ConfigError
-    from cedar.train import run as runs
+    from cedar.train.prepare import prepare
 
-    if texts is None and chats is None:
+    if not texts and chats is None:
         raise ConfigError("nothing to prepare: name a folder with --texts, --chats or both")
-    runs.prepare(
+    sources: dict[str, list[str]] = {}
+    for name, source in _named(chat_source, "instruct"):
+        sources.setdefault(name, []).append(source)
+    limits = {}
+    for name, value in _named(max_characters, "stories"):
+        if not value.isdecimal():
+            raise ConfigError(f"--max-characters {value!r} is no number, expected N or NAME=N")
+        limits[name] = int(value)
+    prepare(
         out,
-        texts=texts,
+        texts=dict(_named(texts, "stories")),
         chats=chats,
         vocab_size=vocab_size,
-        order=order,
-        max_characters=max_characters,
-        chat_sources=chat_source or (),
+        order=dict(_named(order, "stories")),
+        max_characters=limits,
+        chat_sources=sources or None,
+        max_chat_tokens=max_chat_tokens,
         tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer),
     )
+
+
+def _named(values: list[str] | None, default: str) -> list[tuple[str, str]]:
+    """`NAME=VALUE` or `VALUE` -> (name, value)."""
+    pairs = [value.partition("=") for value in values or ()]
+    return [(name, value) if mark else (default, name) for name, mark, value in pairs]
 
 
 @train.command("run")
@@ -500,6 +527,10 @@ def train_run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
     stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")] = False,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -513,7 +544,35 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+    runs.train(
+        config,
+        run,
+        device=device,
+        minutes=minutes,
+        stop_after=stop_after,
+        start_from=start_from,
+        tensorboard=tensorboard,
+    )
+
+
+@train.command("draft")
+def train_draft(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the finished model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder that prompts come from.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; the same folder goes on from there.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time of training; decides the steps.")] = None,
+    stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a field, blocks=1 for one.")
+    ] = None,
+) -> None:
+    """Train a draft for a model from text that the model writes, and write both to RUN/model."""
+    from cedar.config.load import override
+    from cedar.train import draft
+
+    config = override(draft.DraftTrainConfig(), change or ())
+    draft.train_draft(model, data, run, config, device=device, minutes=minutes, stop_after=stop_after)
 
 
 @train.command("export")
@@ -524,6 +583,32 @@ def train_export(
     from cedar.train import run as runs
 
     runs.export(run)
+
+
+@evaluate.callback(invoke_without_command=True)
+def eval_all(
+    context: typer.Context,
+    model: Annotated[str, MODEL] = "bundled",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data folder, for held-out text and chats; runs/data for one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("runs/evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A minute's worth, to see that all works.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the numbers into the model's card too.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
+
+    Writes evaluation.json and evaluation.html.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from cedar.train import run as runs
+
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device, card=card)
 
 
 @evaluate.command("recall")

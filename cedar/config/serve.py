@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ class ServeConfig:
         snapshot_ttl_s: A snapshot that nobody asked for leaves after this long.
         cache_dir: Where pages go to survive a restart; None keeps none. The files hold prompts.
         cache_disk_bytes: What the files there may grow to.
+        draft: Whether the model's own draft, if it has one, proposes tokens ahead; a request may still say no.
         strict_cache: A hit never changes an answer: exact resumes alone, and arithmetic that does not depend on
             what runs beside a request. Slower.
         exact_turn_replay: An assistant turn that a client sends back stands in the prompt as the tokens it was
@@ -76,6 +78,7 @@ class ServeConfig:
     snapshot_ttl_s: float = 600.0
     cache_dir: Path | None = None
     cache_disk_bytes: int = 8 * 2**30
+    draft: bool = True
     strict_cache: bool = False
     exact_turn_replay: bool = True
     replay_turns: int = 65536
@@ -135,6 +138,8 @@ class GenerationDefaults:
     Attributes:
         max_new_tokens: Longest answer; None takes the API's own default (serving.md 6.2).
         thinking: Whether the model reasons before it answers.
+        draft_confidence_temperatures: What divides the draft's confidence logits at each place, for `sampled` and
+            for `greedy` answers; found by calibration.
     """
 
     temperature: float = 1.0
@@ -143,6 +148,7 @@ class GenerationDefaults:
     min_p: float = 0.0
     max_new_tokens: int | None = None
     thinking: bool = True
+    draft_confidence_temperatures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def answer_tokens(self, *, thinking: bool, effort: int) -> int:
         """Longest answer of a request that sets none; the context may clip it.
@@ -188,6 +194,12 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
 def _checked(file: Path, name: str, value: Any) -> Any:
     if name == "thinking":
         valid = isinstance(value, bool)
+    elif name == "draft_confidence_temperatures":
+        valid = isinstance(value, dict) and all(
+            isinstance(numbers, list) and all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers)
+            for numbers in value.values()
+        )
+        value = {kind: tuple(numbers) for kind, numbers in value.items()} if valid else value
     elif name in ("top_k", "max_new_tokens"):
         valid = (
             isinstance(value, int) and not isinstance(value, bool) and value >= (1 if name == "max_new_tokens" else 0)

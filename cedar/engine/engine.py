@@ -55,7 +55,7 @@ from cedar.engine.scheduler import (
     victim,
     waits_for_another,
 )
-from cedar.engine.speculate import Drafter, DraftRequest, Proposal, choose_widths
+from cedar.engine.speculate import Drafter, DraftRequest, Pace, Proposal, StepCost, choose_widths
 from cedar.errors import CapacityError, RequestError, ShapeError
 from cedar.kernels.dispatch import deterministic
 from cedar.model.batch import Part
@@ -147,6 +147,9 @@ class Engine:
         self._running: list[Sequence] = []
         self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
+        self._cost, self._pace = StepCost(), Pace()
+        # seconds that the step's drafts took, 0 for one without
+        self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
         self._last_tokens_s = self._rows_s = 0.0
         self._closing = False
@@ -426,7 +429,7 @@ class Engine:
             if self.cache is not None and request.replay != "off":
                 if not self._fetched(sequence, self.cache, now):
                     continue
-                cached = self.cache.cached_tokens(request.prompt_ids, request.salt)
+                cached = self.cache.cached_tokens(sequence.prompt_keys, request.salt)
                 if waits_for_another(sequence, cached, self._running):
                     continue
             remaining = len(sequence.tokens) - cached
@@ -437,7 +440,7 @@ class Engine:
         """Whether all that a shared tier has of its prompt is here, or has taken too long."""
         if not sequence.looked_far:
             sequence.looked_far = True
-            sequence.fetch = cache.prefetch(sequence.request.prompt_ids, sequence.request.salt)
+            sequence.fetch = cache.prefetch(sequence.prompt_keys, sequence.request.salt)
         return sequence.fetch is None or sequence.fetch.done() or now - sequence.submitted_s > _FETCH_LIMIT_S
 
     def _start(self, sequence: Sequence) -> None:
@@ -463,19 +466,24 @@ class Engine:
     def _open_state(self, sequence: Sequence, cache: CacheManager) -> bool:
         request = sequence.request
         plan = cache.plan(
-            request.prompt_ids,
+            sequence.prompt_keys,
             request.salt,
             replay=request.replay,
             decoder_replay=request.decoder_replay,
             exact_span=functools.partial(exact_span, self.model.config, request.decoder_replay),
         )
         wanted = pages_to_start(sequence, self.scheduling.reserve_tokens)
-        own = cache.protect(request.prompt_ids[: plan.held_tokens], request.salt)
+        own = cache.protect(sequence.prompt_keys[: plan.held_tokens], request.salt)
         fresh = wanted - plan.held_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
         if others and cache.room(own) < fresh + self._promised():
             return False
-        lease = cache.lease(request.prompt_ids, request.salt, plan, keep=request.keep)
+        try:
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
+        except CapacityError:
+            if others or not cache.unpin_memory():
+                raise
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
         try:
             sequence.state = self._state_over(sequence, lease, plan.cached_tokens)
             self._begin(sequence, plan)
@@ -613,6 +621,8 @@ class Engine:
             other = victim(self._running, sequence)
             if other is None:
                 if len([s for s in self._running if s.lease is not None]) == 1:
+                    if self.cache.unpin_memory():
+                        continue
                     raise CapacityError("the pool is too small for this sequence alone")
                 other = sequence
             self._set_aside(other)
@@ -629,7 +639,7 @@ class Engine:
             return set()
         pages: set[Node] = set()
         for sequence in first:
-            pages |= self.cache.protect(sequence.request.prompt_ids, sequence.request.salt)
+            pages |= self.cache.protect(sequence.prompt_keys, sequence.request.salt)
         # never so many that nothing is left to evict
         return pages if len(pages) < self.cache.pool.num_pages // 2 else set()
 
@@ -659,7 +669,7 @@ class Engine:
         if others and self.cache.room() < len(payloads) + 1:
             return
         if not self.cache.swap_in(sequence.lease, payloads):
-            if not others:
+            if not others and not self.cache.unpin_memory():
                 raise CapacityError("the pool is too small for this sequence alone")
             return
         sequence.state = self._state_over(sequence, sequence.lease, snapshot.num_held)
@@ -685,11 +695,18 @@ class Engine:
         except Exception as error:  # whose fault it is shows when each runs alone
             self._take_apart(work, error)
             return
-        self._note(work, began)
+        seconds = self._note(work, began)
+        decodes = all(one.sequence.status is Status.DECODE for one in work)
+        before = [one.sequence.num_generated for one in work]
         for one, rows_TV in zip(work, logits, strict=True):
             one.sequence.alone = False
             absorb = self._absorb_tokens if one.sequence.status is Status.DECODE else self._absorb_chunk
             self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
+        if decodes and self.drafter is not None:
+            # steps with chunks of prompts tell nothing of what a draft's row costs
+            self._cost.note(sum(one.num_rows + len(one.proposal.ids) for one in work), seconds)
+            tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
+            self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
     def _read_ahead(self, work: list[_Work]) -> None:
         """While a chunk runs, what the next one needs of tables on disk comes in."""
@@ -749,13 +766,21 @@ class Engine:
         return keeps and sequence.num_done < sequence.num_prompt - 1
 
     def _draft(self, work: list[_Work], num_rows: int) -> None:
-        """Let the drafter propose, and take as many drafts as the step has rows for."""
+        """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
+        self._drafted_s = 0.0
         if self.drafter is None or num_rows <= 0:
             return
         most = self.model.config.draft.block_size
-        drafted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
+        wanted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
+        pays = self._pace.drafts(len(work)) if any(one.sequence.request.draft == "auto" for one in wanted) else False
+        drafted = [
+            one
+            for one in wanted
+            if one.sequence.request.draft == "on" or (one.sequence.request.draft == "auto" and pays)
+        ]
         if not drafted:
             return
+        began = time.monotonic()
         asked = []
         for one in drafted:
             assert one.sequence.sampler is not None
@@ -778,8 +803,14 @@ class Engine:
             log.warning("the drafter failed; the step runs without drafts", exc_info=True)
             return
         proposals = [proposal.cut(request.limit) for request, proposal in pairs]
-        for one, proposal, width in zip(drafted, proposals, choose_widths(proposals, num_rows), strict=True):
+        # without confidences there is nothing to weigh a row's cost against
+        told = any(proposal.confidence is not None for proposal in proposals)
+        cost = self._cost.seconds if told else None
+        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost)
+        for one, proposal, width in zip(drafted, proposals, widths, strict=True):
             one.proposal = proposal.cut(self._width_with_room(one.sequence, width))
+        self._drafted_s = time.monotonic() - began
+        self.metrics.draft_s += self._drafted_s
 
     def _tokens_left(self, sequence: Sequence) -> int:
         return sequence.max_tokens - sequence.num_generated
@@ -825,8 +856,8 @@ class Engine:
                 # a chunk may have overwritten windows that it still needs
                 self._restart(one.sequence)
 
-    def _note(self, work: list[_Work], began: float) -> None:
-        """Count the step's rows and learn how long such steps take."""
+    def _note(self, work: list[_Work], began: float) -> float:
+        """Count the step's rows and learn how long such steps take; the seconds of this one."""
         now = time.monotonic()
         self._num_steps += 1
         rows = self.metrics.rows
@@ -849,6 +880,7 @@ class Engine:
             self._since_decode += 1
             if not any(sequence.status is Status.DECODE for sequence in self._running):
                 self._last_tokens_s = 0.0
+        return now - began
 
     def _absorb_chunk(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
         """Rows of a prompt, or of answer tokens that were known already, have run."""
@@ -909,6 +941,7 @@ class Engine:
             sequence.num_done += len(taken)
             sequence.drafted += len(proposal.ids)
             sequence.accepted += len(taken) - 1
+            sequence.draft_steps += bool(proposal.ids)
             if len(taken) < rows_TV.shape[0]:
                 sequence.state.roll_back(sequence.num_done)
         sequence.tokens += [token.id for token in taken]
@@ -944,7 +977,7 @@ class Engine:
         """Offer the whole pages of the rows that have run."""
         lease = sequence.lease
         if self.cache is not None and lease is not None and sequence.num_done >= lease.published + PAGE_TOKENS:
-            self.cache.publish(lease, sequence.tokens[: sequence.num_done])
+            self.cache.publish(lease, sequence.keys(sequence.num_done))
 
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
@@ -952,7 +985,7 @@ class Engine:
         # while cached tokens run again their halves of pairs are not there: nothing to go on from
         whole = state.num_held == state.num_tokens
         snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
-        self.cache.publish_end(sequence.lease, sequence.tokens[: sequence.num_done], snapshot)
+        self.cache.publish_end(sequence.lease, sequence.keys(sequence.num_done), snapshot)
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:
         # a state that failed may not be able to answer
@@ -961,6 +994,8 @@ class Engine:
         if self.cache is not None and sequence.lease is not None:
             if reason in ("stop", "length"):
                 self._publish_end(sequence)
+            elif reason == "error" and sequence.lease.plan.cached_tokens:
+                self.cache.distrust(sequence.lease, sequence.keys(len(sequence.tokens)))
             self.cache.release(sequence.lease)
         sequence.state = sequence.aside = sequence.lease = None
         for child in sequence.forks:
@@ -993,6 +1028,7 @@ class Engine:
             cache_bytes=cache_bytes,
             drafted_tokens=sequence.drafted,
             accepted_tokens=sequence.accepted,
+            draft_steps=sequence.draft_steps,
             error=error,
             resume=plan.grade,
             cache_tier=plan.tier,

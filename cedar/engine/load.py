@@ -229,8 +229,10 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     from cedar.cache.manager import CacheManager
     from cedar.cache.shared import SharedStore
     from cedar.cache.turns import ReplayMap
+    from cedar.checkpoint.read import read_draft
     from cedar.engine.engine import Engine
     from cedar.engine.scheduler import SchedulerConfig
+    from cedar.engine.speculate import ModelDrafter
     from cedar.model.sequence import Snapshot
     from cedar.planner.kv import page_bytes
 
@@ -265,8 +267,12 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         read_snapshot=Snapshot.from_bytes,
         turns=turns,
     )
+    draft = read_draft(files.path, model) if config.draft else None
+    if draft is not None:
+        draft.attach()
     return Engine(
         model,
+        drafter=None if draft is None else ModelDrafter(draft, files.defaults.draft_confidence_temperatures),
         max_context=context,
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(

@@ -22,6 +22,8 @@ class Metrics:
         step_s: Seconds that they took.
         drafted_tokens: Drafts that were verified.
         accepted_tokens: Drafts that became part of an answer.
+        draft_steps: Steps of a sequence that verified drafts.
+        draft_s: Seconds that drafting took.
         waiting: Requests in the queue now.
         running: Sequences that hold a state now.
     """
@@ -39,6 +41,8 @@ class Metrics:
     step_s: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0
+    draft_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -55,6 +59,7 @@ class Metrics:
         self.completion_tokens += end.completion_tokens
         self.drafted_tokens += end.drafted_tokens
         self.accepted_tokens += end.accepted_tokens
+        self.draft_steps += end.draft_steps
         self.queue_s += end.queue_s
         self.prefill_s += end.prefill_s
         self.decode_s += end.decode_s

@@ -6,11 +6,13 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
 Replay = Literal["bounded", "exact", "off"]
+Drafting = Literal["on", "off", "auto"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
@@ -100,9 +103,12 @@ class Request:
         constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
         replay: What a cache hit may be: `bounded` may approximate, `exact` may not, `off` starts cold.
+        images: Where images stand in the prompt, and which; what a cache knows of their positions.
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
+        draft: `on` drafts in every step, `off` in none, `auto` where that has been the faster way; it never decides
+            which tokens come, only when.
         timeout_s: The request ends with reason `timeout` if its first token has not come after so long; as that
             time draws near it goes before others of its priority.
 
@@ -116,9 +122,11 @@ class Request:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
     replay: Replay = "bounded"
+    images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
+    draft: Drafting = "auto"
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -176,6 +184,7 @@ class Finished:
         completion_tokens: Tokens generated, a stop token included; of a fork, the inherited ones too.
         drafted_tokens: Tokens that were proposed and verified.
         accepted_tokens: Those among them that became part of the answer.
+        draft_steps: Steps that verified any.
         cached_tokens: Tokens of the prompt that a cache held already.
         run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
@@ -195,6 +204,7 @@ class Finished:
     cache_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
     cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
@@ -242,6 +252,7 @@ class Sequence:
 
     Attributes:
         tokens: Prompt and answer so far.
+        prompt_keys: The prompt as a cache knows it, images and all.
         said: The answer's tokens as they were sent.
         state: The model's state of this sequence, None before admission and while preempted.
         lease: Its pages, None before admission and without a cache.
@@ -251,6 +262,7 @@ class Sequence:
         looked_far: The shared tier was asked for its pages.
         fetch: The answer, None if there is nothing to wait for.
         width: Drafts that its last step verified.
+        drafted, accepted, draft_steps: Drafts verified so far, those that stood, steps that verified any.
         alone: A step that it was part of failed, so its next one has no company.
         waits_for: Whose prompt's end it starts from.
         forks: Who starts from its prompt's end.
@@ -276,6 +288,7 @@ class Sequence:
     width: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_steps: int = 0
     stepped: int = 0
     alone: bool = False
     waits_for: Sequence | None = None
@@ -283,6 +296,16 @@ class Sequence:
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_keys: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
+
+    def keys(self, stop: int) -> Several[int]:
+        """The first `stop` tokens as a cache knows them."""
+        if not self.request.images:
+            return self.tokens[:stop]
+        return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
 
     @property
     def num_prompt(self) -> int:

@@ -52,6 +52,17 @@ def choose_against(
     return _draw(rest_V if rest_V.sum() > 1e-8 else p_V, uniforms[1])
 
 
+def draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, Tensor]:
+    """(a draft's token, the distribution [V] it was drawn from), by the parameters' temperature and filters."""
+    logits_V = logits_V.to("cpu", torch.float32)
+    token_K, weight_K = _weights(logits_V, params)
+    place = _draw(weight_K, _uniform(generator))
+    prob_K = weight_K / weight_K.sum()
+    if token_K is None:
+        return place, prob_K
+    return int(token_K[place]), torch.zeros(len(logits_V), dtype=prob_K.dtype).scatter_(0, token_K, prob_K)
+
+
 def _weights(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
     """(token ids, their weights) of what may be chosen; ids None where every token is there."""
     highest = logits_V.max()

@@ -81,7 +81,7 @@ def waits_for_another(sequence: Sequence, cached_tokens: int, running: Iterable[
     for other in running:
         if other.status is not Status.PREFILL or other.request.salt != request.salt or not other.request.keep:
             continue
-        shared = common_length(request.prompt_ids, other.request.prompt_ids) // PAGE_TOKENS * PAGE_TOKENS
+        shared = common_length(sequence.prompt_keys, other.prompt_keys) // PAGE_TOKENS * PAGE_TOKENS
         if shared > max(cached_tokens, other.num_done):
             return True
     return False

@@ -27,27 +27,28 @@ log = logging.getLogger(__name__)
 # op -> the backends that implement it and the family file that holds it: cedar.kernels.<backend>.<family>
 BACKENDS: dict[str, dict[str, str]] = {
     "attention": {"reference": "attention", "cpu": "attention"},
-    "masked_attention": {"reference": "attention"},
+    "masked_attention": {"reference": "attention", "triton": "masked_attention"},
     "index_scores": {"reference": "indexer"},
     "gathered_index_scores": {"reference": "indexer"},
-    "masked_index_scores": {"reference": "indexer"},
-    "topk_mask": {"reference": "indexer"},
+    "masked_index_scores": {"reference": "indexer", "triton": "masked_indexer"},
+    "topk_mask": {"reference": "indexer", "triton": "masked_indexer"},
+    "index_divergence": {"reference": "indexer", "triton": "masked_indexer"},
     "pool_groups": {"reference": "compress"},
     "route": {"reference": "experts", "cpu": "experts"},
     "experts": {"reference": "experts", "cpu": "experts", "cuda": "experts"},
-    "mix_coefficients": {"reference": "mhc", "cpu": "mhc"},
-    "collapse": {"reference": "mhc", "cpu": "mhc"},
-    "expand": {"reference": "mhc", "cpu": "mhc"},
+    "mix_coefficients": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
+    "collapse": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
+    "expand": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
     "engram_rows": {"reference": "engram"},
     "engram_gate": {"reference": "engram"},
     "linear": {"reference": "dense", "cpu": "dense"},
-    "rms_norm": {"reference": "dense", "cpu": "dense"},
-    "rotate": {"reference": "dense", "cpu": "dense"},
-    "swiglu": {"reference": "dense", "cpu": "dense"},
-    "round_rows": {"reference": "quantize", "cpu": "quantize"},
+    "rms_norm": {"reference": "dense", "cpu": "dense", "triton": "dense"},
+    "rotate": {"reference": "dense", "cpu": "dense", "triton": "dense"},
+    "swiglu": {"reference": "dense", "cpu": "dense", "triton": "dense"},
+    "round_rows": {"reference": "quantize", "cpu": "quantize", "triton": "quantize"},
 }
 # the order in which a device's backends are tried
-ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
+ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 ENVIRONMENT_VARIABLE = "CEDAR_KERNELS"
 # read once: select runs some hundred times a token

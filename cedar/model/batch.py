@@ -97,6 +97,10 @@ class BatchStep:
         for step, part_TC in zip(self.steps, kv_TC.split(self._sizes), strict=True):
             step.write_window(layer, part_TC)
 
+    def write_context(self, rows_TC: Tensor) -> None:
+        for step, part_TC in zip(self.steps, rows_TC.split(self._sizes), strict=True):
+            step.write_context(part_TC)
+
     def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = [
             step.complete_groups(layer, content, gate)

@@ -18,7 +18,7 @@ from cedar.errors import ConfigError
 from cedar.formats.spec import FP8
 from cedar.kernels import engram as engram_ops
 from cedar.kernels.quantize import dequantize_rows, round_rows
-from cedar.model.layers import Linear, round_input
+from cedar.model.layers import Linear, round_input, rounded_weight
 from cedar.model.rows import DiskTable
 
 
@@ -89,6 +89,12 @@ class EngramTable(nn.Module):
         assert self.codes is not None and self.scales is not None
         yield self.codes
         yield self.scales
+
+    def unpack(self) -> None:
+        """Go back to a float table of the same values, to train it."""
+        assert self.codes is not None and self.scales is not None
+        self.weight = nn.Parameter(dequantize_rows(self.codes, self.scales, FP8, torch.float32))
+        self.codes = self.scales = None
 
     def forward(self, row_TK: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
         """[T, K * channels] in column order."""
@@ -167,7 +173,10 @@ class Engram(nn.Module):
         kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
         key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
         value_TD = kv_TX[:, self.num_streams * self.hidden :]
-        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps)
+        gains: list[Tensor] = [self.q_weight, self.k_weight]
+        if rounding.weights:
+            gains = [rounded_weight(gain_ND, "bf16") for gain_ND in gains]
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, gains[0], gains[1], self.eps)
 
 
 class TokenMap(nn.Module):

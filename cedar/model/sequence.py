@@ -35,6 +35,7 @@ class RowStore:
     def __init__(self, num_channels: int, spec: FormatSpec | None, dtype: torch.dtype, device: torch.device) -> None:
         self.count = 0
         self.device = device
+        self.dtype = dtype
         self._num_channels, self._spec, self._dtype = num_channels, spec, dtype
         if spec is None:
             self._planes = [torch.zeros(0, num_channels, dtype=dtype, device=device)]
@@ -144,7 +145,7 @@ class Snapshot:
         num_tokens: Where the sequence stood.
         decoder_replay: How its decoder windows came to be; only a sequence of the same kind may resume.
         marks: The state's own positions, see `SequenceState._MARKS`.
-        windows: Per layer, the last window's rows in position order, as stored.
+        windows: Per layer, the last window's rows in position order, as stored; then those of a draft's context.
         tails: Per pairing source, the waiting half (content, gate); none after an even number of tokens.
         recent_L: The token ids that the next n-grams look back at.
 
@@ -265,6 +266,11 @@ class SequenceState:
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
         self.windows = [RowStore(attention.head_dim, window_format, dtype, device) for _ in range(config.num_layers)]
+        if config.draft.num_blocks:
+            # a row of the draft's context, all its blocks side by side: rounded as window rows are, so bf16 holds it
+            channels = config.draft.num_blocks * attention.head_dim
+            context_dtype = torch.bfloat16 if rounding.window_kv else dtype
+            self.windows.append(RowStore(channels, None, context_dtype, device))
         for window in self.windows:
             window.reserve(self.num_slots)
         main_format = FP4_MAIN if rounding.main_kv else None
@@ -564,6 +570,14 @@ class SequenceState:
         floor = self.first_position(layer) if self.decoder_replay == "exact" else self._window_floor
         return max(floor, self._first_row)
 
+    def context(self) -> tuple[Tensor, Tensor]:
+        """(rows [W, channels] of the last window's positions for a draft, which of them are there [W])."""
+        window = self.config.attention.sliding_window
+        position_W = torch.arange(self.num_tokens - window, self.num_tokens, device=self.device)
+        rows_WC = self.windows[self.config.num_layers].take(position_W % self.num_slots)
+        # a context row is written by the rows that run the last layer
+        return rows_WC, position_W >= self.window_floor(self.config.num_layers - 1)
+
     def first_entry_row(self, start: int) -> int:
         """First position at or after `start` whose entries are not there yet."""
         return max(start, self._write_floor)
@@ -662,6 +676,12 @@ class SequenceStep:
         fresh.append(kv_TC)
         self._window_RC = torch.cat([before_RC, fresh.all()])
         store.put(self._positions_T[-num_slots:] % num_slots, kv_TC[-num_slots:])
+
+    def write_context(self, rows_TC: Tensor) -> None:
+        """Keep what a draft reads of these rows."""
+        store, num_slots = self.state.windows[self.state.config.num_layers], self.state.num_slots
+        slot_T = self._positions_T[-num_slots:] % num_slots
+        store.put(slot_T, rows_TC[-num_slots:].to(store.dtype))
 
     def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state, start = self.state, self.start

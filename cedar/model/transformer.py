@@ -5,7 +5,7 @@ B packs, S rows a pack, T rows, N streams, D hidden, V vocabulary, L look-backs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,9 @@ from cedar.model.rope import Rope
 from cedar.model.sequence import MakeStore, SequenceState, SequenceStep
 from cedar.model.state import DecoderReplay, IndexGroup, RouterStats, SelectionRule, SharedKV
 
+# (taps [T, X], positions [T], rounding) -> what a draft keeps of these rows [T, channels]
+ContextRows = Callable[[Tensor, Tensor, Rounding], Tensor]
+
 
 @dataclass(slots=True)
 class Output:
@@ -34,11 +37,15 @@ class Output:
 
     Attributes:
         logits_BSV: float32.
+        hidden_BSD: What the head reads: collapsed and normed.
+        taps_BSX: Mean of the streams at the entry of each of the draft's target layers, side by side, if asked for.
         index_groups: One per index source if collected, for the indexer loss.
         routers: One per layer if collected, for load balance.
     """
 
     logits_BSV: Tensor
+    hidden_BSD: Tensor
+    taps_BSX: Tensor | None
     index_groups: list[IndexGroup]
     routers: list[RouterStats]
 
@@ -71,6 +78,8 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.rounding = Rounding()
+        # a draft beside the model makes its context rows of the taps of every row that runs the whole decoder
+        self.context: ContextRows | None = None
         self.rope = Rope(config, device)
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
@@ -102,10 +111,12 @@ class Transformer(nn.Module):
         rounding: Rounding | None = None,
         topk: int | Literal["all"] | None = None,
         window_floor_BS: Tensor | None = None,
+        replay_start_BS: Tensor | None = None,
         image_rows_BSD: Tensor | None = None,
         selection: SelectionRule = "learned",
         form: Literal["masked", "gathered"] = "masked",
         collect: bool = False,
+        tap: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> Output:
         """Logits at every position of whole sequences; differentiable.
@@ -117,10 +128,13 @@ class Transformer(nn.Module):
             rounding: Which roundings are on; the model's own by default.
             topk: Entries a row selects, instead of the config's; `all` attends to every visible one.
             window_floor_BS: First row that the decoder layers' windows may reach (replay masks).
+            replay_start_BS: First of the window's worth of rows by which a sample repeats the rows before them, as a
+                cache miss makes the encoder run them again; any row beyond the pack where there are none.
             image_rows_BSD: Embeddings that replace those of image tokens.
             selection: `random` takes random visible entries everywhere (a control).
             form: `masked` for training; `gathered` is the arithmetic of prefill and decode.
             collect: Fill `index_groups` and `routers`.
+            tap: Fill `taps_BSX`.
             compute_dtype: Dtype of activations, the model's own by default; float32 weights are cast.
 
         Raises:
@@ -131,8 +145,11 @@ class Transformer(nn.Module):
             raise ShapeError(
                 f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row"
             )
-        if form == "gathered" and (segment_start_BS is not None or window_floor_BS is not None or collect):
-            raise ShapeError("forward: the gathered form takes one sample a pack, no window floor and collects nothing")
+        floors = window_floor_BS is not None or replay_start_BS is not None
+        if form == "gathered" and (segment_start_BS is not None or floors or collect):
+            raise ShapeError(
+                "forward: the gathered form takes one sample a pack, no window floor, no replay, and collects nothing"
+            )
         start_BS = torch.zeros_like(ids_BS) if segment_start_BS is None else segment_start_BS
         state = PackState(
             config=config,
@@ -142,6 +159,7 @@ class Transformer(nn.Module):
             form=form,
             topk=None if topk == "all" else config.indexer.topk if topk is None else topk,
             decoder_floor_BS=window_floor_BS,
+            replay_start_BS=replay_start_BS,
             selection_rule=selection,
             collect=collect,
         )
@@ -151,23 +169,44 @@ class Transformer(nn.Module):
             num_lookbacks=config.engram.max_ngram_size,
             image_token_id=config.image_token_id,
         )
+        if replay_start_BS is not None:
+            window = config.attention.sliding_window
+            if window % 2:
+                raise ShapeError(f"forward: replay of a window of {window} rows would part a pair; it must be even")
+            # a repeated row looks back at what its first self looked back at
+            row_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            repeats_BS = (row_S >= replay_start_BS) & (row_S < replay_start_BS + window)
+            raw_BSL = torch.where(repeats_BS.unsqueeze(-1), raw_BSL.roll(window, dims=1), raw_BSL)
         image_rows_TD = None if image_rows_BSD is None else image_rows_BSD.flatten(0, 1)
         dtype = self.dtype if compute_dtype is None else compute_dtype
         streams_TND, premix_TN = self._embed(ids_BS.flatten(), image_rows_TD, dtype)
+        if state.rounding.weights:
+            # rounding the picked rows equals rounding the table
+            streams_TND = rounded_weight(streams_TND, "bf16")
         shared = SharedKV()
         compressed_TL, image_T = self._prepare(ids_BS.flatten(), raw_BSL.flatten(0, 1))
+        taps: list[Tensor] = []
         for block in self.layers:
+            if tap and block.plan.layer in config.draft.target_layer_ids:
+                taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_BSL.flatten(0, 1)[:, 0] < 0, state.rounding)
-            mixes, u_TD = block.enter(streams_TND, premix_TN)
+            mixes, u_TD = block.enter(streams_TND, premix_TN, state.rounding)
             block.attn.write_window(u_TD, state)
             block.attn.write_entries(u_TD, state)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, state, shared)
             streams_TND, premix_TN, stats = block.feed(streams_TND, mixes.premix_TN, image_T, state)
             if collect:
                 state.routers.append(stats)
-        logits_TV = self._head(streams_TND, premix_TN, state.rounding)
-        return Output(logits_TV.unflatten(0, ids_BS.shape), state.index_groups, state.routers)
+        hidden_TD = self.norm(collapse(streams_TND, premix_TN))
+        logits_TV = self.head(hidden_TD, state.rounding)
+        return Output(
+            logits_TV.unflatten(0, ids_BS.shape),
+            hidden_TD.unflatten(0, ids_BS.shape),
+            torch.cat(taps, dim=-1).unflatten(0, ids_BS.shape) if taps else None,
+            state.index_groups,
+            state.routers,
+        )
 
     def new_state(
         self,
@@ -278,8 +317,11 @@ class Transformer(nn.Module):
         compressed_TL, image_T = self._prepare(ids_T, raw_TL)
         shared = SharedKV()
         ran_all = True
+        taps: list[Tensor] = []
         for block in self.layers:
             layer = block.plan.layer
+            if self.context is not None and layer in self.config.draft.target_layer_ids:
+                taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_TL[:, 0] < 0, step.rounding)
             mixes, u_TD = block.enter(streams_TND, premix_TN)
@@ -296,7 +338,7 @@ class Transformer(nn.Module):
                 streams_TND, u_TD, mixes = streams_TND[kept], u_TD[kept], mixes.rows(kept)
                 raw_TL, compressed_TL = raw_TL[kept], compressed_TL[kept]
                 image_T = None if image_T is None else image_T[kept]
-                shared = shared.rows(kept)
+                shared, taps = shared.rows(kept), [tap_TD[kept] for tap_TD in taps]
                 if running is None:
                     ran_all, premix_TN = False, mixes.premix_TN
                     break
@@ -306,6 +348,8 @@ class Transformer(nn.Module):
                 block.attn.write_window(u_TD if kept is None else u_TD[kept], writing)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
             streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
+        if self.context is not None and ran_all:
+            step.write_context(self.context(torch.cat(taps, dim=-1), step.positions_T, step.rounding))
         left = step.steps if isinstance(step, BatchStep) else [step]
         num_left = {id(one.state): one.num_rows for one in left} if ran_all else {}
         sizes = [num_left.get(id(part.state), 0) for part in parts]
@@ -316,6 +360,10 @@ class Transformer(nn.Module):
         for part in parts:
             part.state.advance(part.ids_T)
         return list(logits_TV.split(sizes))
+
+    def enter_streams(self, ids_T: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The streams and the first pre-mix of token rows, for blocks beside the backbone."""
+        return self._embed(ids_T, None, self.dtype if dtype is None else dtype)
 
     def prefetch(self, ids_T: Tensor) -> None:
         """These token ids, with the look-backs before them, run next: bring their rows of tables that are on disk."""
@@ -367,7 +415,15 @@ class Transformer(nn.Module):
         return compressed_TL, ids_T == self.config.image_token_id
 
     def _head(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding) -> Tensor:
-        return self.head(self.norm(collapse(streams_TND, premix_TN)), rounding)
+        return self.head(self.norm(collapse(streams_TND, premix_TN), rounding), rounding)
+
+
+def tap_of(streams_TND: Tensor) -> Tensor:
+    """What a draft reads of a layer's input: the plain mean over the streams, summed in float32.
+
+    Source: engram-dspark-vision-chat.md 2.1 (the layer's input, not its output; not the pre-mix collapse).
+    """
+    return streams_TND.float().mean(1).to(streams_TND.dtype)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -25,16 +25,17 @@ def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) ->
             "single-pass mHC, Engram, mixture of experts, and bounded decoder replay.",
         ),
         _recall(facts),
+        _evaluation(facts),
         _abilities(facts),
         _training(facts),
-        _data(recipe),
+        _data(facts),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _fill(*sentences: str) -> str:
     """A paragraph in lines of the repository's width."""
-    return textwrap.fill(" ".join(sentences), width=116, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(" ".join(filter(None, sentences)), width=116, break_on_hyphens=False, break_long_words=False)
 
 
 def _recall(facts: Mapping[str, Any]) -> str:
@@ -66,8 +67,38 @@ def _recall(facts: Mapping[str, Any]) -> str:
 {rows}"""
 
 
+def _evaluation(facts: Mapping[str, Any]) -> str:
+    """What `cedar eval` found: the numbers asked for, and retrieval by length."""
+    found = facts.get("evaluation")
+    if found is None:
+        return ""
+    asked = "\n".join(f"| {name} | {value} | {bound} | {met} |" for name, value, bound, met in found["gates"])
+    kinds = list(found["by_length"])
+    lengths = sorted({int(length) for values in found["by_length"].values() for length in values})
+    rows = "\n".join(
+        f"| {length:,} | " + " | ".join(found["by_length"][kind].get(str(length), "") for kind in kinds) + " |"
+        for length in lengths
+    )
+    told = _fill(
+        f"`cedar eval` on {found['device']}. Exact answers, of so many questions; keys, names and filler were made for",
+        "the evaluation. Where a number is missed, the table says by how much.",
+    )
+    return f"""## Evaluation
+
+{told}
+
+| | measured | asked for | met |
+|---|---|---|---|
+{asked}
+
+| tokens | {" | ".join(kinds)} |
+|---|{"---|" * len(kinds)}
+{rows}"""
+
+
 def _abilities(facts: Mapping[str, Any]) -> str:
     text = facts.get("text")
+    sources = {name for stage in facts["recipe"]["stages"] for name in stage["mixture"]}
     measured = ""
     if text is not None:
         measured = (
@@ -77,55 +108,79 @@ def _abilities(facts: Mapping[str, Any]) -> str:
     can = _fill(
         'It looks up what a text says ("What is the code for the red fox?") far beyond its window, goes on with a',
         "simple story, and answers a few fixed kinds of question.",
+        "It calls a few simple tools in the words it was trained on." if "tools" in sources else "",
         measured,
     )
     cannot = _fill(
         "It knows next to nothing, cannot reason, and does not follow free instructions. Ask for records in the words",
         'it was trained on ("The code for the red fox is 4821."); other wordings work less well or not at all. Its',
         "language and outlook are those of books of 1850 to 1925. Recall was measured up to the length above; beyond",
-        "it, nothing is promised. It was never shown a thought or a tool call: leave thinking off. It exists to show",
+        "it, nothing is promised. It was never shown a thought",
+        "or more tools than a few: leave thinking off."
+        if "tools" in sources
+        else "or a tool call: leave thinking off.",
+        "It exists to show",
         "the system at work, not to inform anyone.",
     )
     return f"## What it can do, and what not\n\n{can}\n\n{cannot}"
 
 
 def _training(facts: Mapping[str, Any]) -> str:
-    recipe = facts["recipe"]
-    stages = "\n".join(
-        f"| {stage['name']} | {stage['share']:.0%} | {stage['dense_share']:.0%} | "
-        f"{', '.join(stage['rounding']) or 'none'} | {stage['replay_share']:.0%} | "
-        f"{', '.join(f'{name} {weight:g}' for name, weight in stage['mixture'].items())} |"
-        for stage in recipe["stages"]
-    )
+    runs = [*facts.get("earlier", ()), facts]
     loss = facts.get("final_loss")
     told = _fill(
-        f"{facts['steps']:,} steps of {recipe['rows']} rows of {recipe['row_tokens']} tokens,",
-        f"{facts['tokens'] / 1e6:.0f} million tokens in all, seed {recipe['seed']}, {facts['minutes']:g} minutes on",
-        f"{facts['device']}. Samples of {facts['shortest_length']} to {facts['trained_length']} tokens. Muon, the",
-        f"Sinkhorn update and AdamW at a peak rate of {recipe['optim']['learning_rate']:g}; the indexers learn from",
-        "their own loss." + (f" Mean loss of the last logged steps: {loss:.3f} nats a learnt token." if loss else ""),
-        "The whole recipe is in `training.json`.",
+        *(_run(run, number) for number, run in enumerate(runs)),
+        f"Samples of {facts['shortest_length']} to {facts['trained_length']} tokens in the end. Muon, the Sinkhorn",
+        "update and AdamW; the indexers learn from their own loss."
+        + (f" Mean loss of the last logged steps: {loss:.3f} nats a learnt token." if loss else ""),
+        "Every recipe is in `training.json`.",
+    )
+    stages = "\n".join(
+        f"| {stage['name']} | {stage['share'] * run['steps']:,.0f} | {stage['dense_share']:.0%} | "
+        f"{', '.join(stage['rounding']) or 'none'} | {stage['replay_share']:.0%} | "
+        f"{', '.join(f'{name} {weight:g}' for name, weight in stage['mixture'].items())} |"
+        for run in runs
+        for stage in run["recipe"]["stages"]
     )
     return f"""## Training
 
 {told}
 
-| stage | of the steps | batches that see every entry | roundings | samples under replay | mixture, by tokens |
+| stage | steps | batches that see every entry | roundings | samples under replay | mixture, by tokens |
 |---|---|---|---|---|---|
 {stages}"""
 
 
-def _data(recipe: Mapping[str, Any]) -> str:
-    sources = sorted({name for stage in recipe["stages"] for name in stage["mixture"]})
+def _run(run: Mapping[str, Any], number: int) -> str:
+    """A sentence on one run; a later one began from the weights of the one before it."""
+    recipe = run["recipe"]
+    return (
+        f"{'Then, from these weights, ' if number else ''}{run['steps']:,} steps of {recipe['rows']} rows of "
+        f"{recipe['row_tokens']} tokens, {run['tokens'] / 1e6:.0f} million tokens, seed {recipe['seed']}, "
+        f"{run['minutes']:g} minutes on {run['device']}, peak rate {recipe['optim']['learning_rate']:g}."
+    )
+
+
+def _data(facts: Mapping[str, Any]) -> str:
+    recipes = [run["recipe"] for run in (*facts.get("earlier", ()), facts)]
+    sources = sorted({name for recipe in recipes for stage in recipe["stages"] for name in stage["mixture"]})
     known = {
         "stories": "`stories`: public-domain books in English, the simplest first, from Project Gutenberg and like "
         "collections",
-        "instruct": "`instruct`: short question templates and story tasks made for this project; the story tasks "
-        "quote the same books",
+        "docs": "`docs`: documentation of programming languages and tools under permissive licences",
+        "instruct": "`instruct`: short question templates and story tasks made for this project (the story tasks "
+        "quote the same books), school sums of GSM8K, hand-written tasks of self-instruct",
+        "tools": "`tools`: short chats with tool calls made for this project",
         "lookup": "`lookup`: texts with records in them and questions about the records, generated",
         "restate": "`restate`: records told and told again, generated",
         "pairs": "`pairs`: random key-value pairs, generated",
         "copy": "`copy`: repeated spans of random tokens, generated",
+        "needles": "`needles`: several records asked for at once, generated",
+        "passkey": "`passkey`: one key in a long text, generated",
+        "ngram": "`ngram`: a random language of known entropy, generated",
+        "mqar": "`mqar`: many queries of random key-value pairs, generated",
+        "arithmetic": "`arithmetic`: sums modulo a small number with their steps, generated",
+        "code": "`code`: small classes from a template, generated",
     }
     lines = "\n".join(f"- {known.get(name, f'`{name}`: a corpus of the user')}." for name in sources)
     return f"""## Data and licence

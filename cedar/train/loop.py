@@ -24,10 +24,12 @@ from cedar.checkpoint.resume import TrainState, load_newest, save_state
 from cedar.config.train import TrainConfig, train_config_to_dict
 from cedar.errors import CedarError, FormatError
 from cedar.model.transformer import Transformer
-from cedar.train import balance, losses
+from cedar.train import balance
 from cedar.train.data import Batch, Batches, stream
 from cedar.train.optim.groups import Optimizers
+from cedar.train.passes import Passes, PassSums
 from cedar.train.schedule import rate_at, stage_at
+from cedar.train.speed import peak_flops, trained_token_flops
 
 # a run that cannot make one good step out of this many is over
 _MOST_SKIPPED = 20
@@ -67,17 +69,22 @@ class Clock:
     Attributes:
         minutes: Budget of the whole run; None leaves the recipe's steps.
         stop_after: This command ends after so many minutes, the run does not.
+        now: Seconds from any fixed moment.
     """
 
     minutes: float | None = None
     stop_after: float | None = None
     before_s: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
+    now: Callable[[], float] = time.monotonic
+    started_s: float = field(init=False)
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+
+    def __post_init__(self) -> None:
+        self.started_s = self.now()
 
     @property
     def here_s(self) -> float:
-        return time.monotonic() - self.started_s
+        return self.now() - self.started_s
 
     @property
     def elapsed_s(self) -> float:
@@ -103,6 +110,7 @@ class Trainer:
         run: Its folder: `checkpoints/`, `log.jsonl`.
         compute_dtype: bfloat16 on a GPU; the parameters are float32 masters either way.
         report: Takes each line of progress.
+        watch: Takes the values of each line of the log.
     """
 
     def __init__(
@@ -114,18 +122,26 @@ class Trainer:
         *,
         clock: Clock | None = None,
         report: Callable[[str], None] = print,
+        watch: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.config, self.model, self.batches, self.run_folder = config, model, batches, Path(run)
         self.clock = clock or Clock()
-        self.report = report
+        self.report, self.watch = report, watch
         self.optimizers = Optimizers(model.named_parameters(), model.config, config.optim)
         self.parameters = dict(model.named_parameters())
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
         self.compute_dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+        self.peak_flops = peak_flops(model.device)
+        self.token_flops = trained_token_flops(model.config, config)
+        self.passes = Passes(model, config, self.compute_dtype)
+        if self.passes.captures:
+            self.optimizers.capture_steps()
         self.step = 0
         self.stage = 0
         self.total_steps = config.steps
         self.tokens_seen = 0
+        # facts of the runs whose weights this one began from
+        self.earlier: list[dict[str, Any]] = []
         self.skipped = 0
         self.norms: deque[float] = deque(maxlen=_REMEMBERED_NORMS)
         self._stop = False
@@ -137,40 +153,17 @@ class Trainer:
         the batch. The count of the indexers' loss is known only after the last pass; its gradients, which no
         other loss reaches, are scaled then.
         """
-        config, stage = self.config, self.config.stages[batch.stage]
+        config = self.config
         rate = config.optim.learning_rate * rate_at(self.step, self.total_steps, config.schedule)
         learnt = max(1, int((batch.targets_BS >= 0).sum()))
-        batch = batch.to(self.model.device)
-        micro_rows = config.rows // config.micro_batches
-        totals, loads, recall = torch.zeros(3, device=self.model.device), torch.zeros(()), None
-        for start in range(0, config.rows, micro_rows):
-            part = batch.rows(start, start + micro_rows)
-            output = self.model(
-                part.ids_BS.long(),
-                segment_start_BS=part.segment_start_BS.long(),
-                window_floor_BS=part.window_floor_BS.long() if stage.replay_share else None,
-                rounding=stage.roundings(),
-                topk="all" if batch.dense else None,
-                collect=True,
-                compute_dtype=self.compute_dtype,
-            )
-            loss_sum, _ = losses.next_token(output.logits_BSV.flatten(0, 1), part.targets_BS.long().flatten())
-            index_sum, index_rows = losses.index_divergence(output.index_groups)
-            sample_T = part.sample_BS.long().flatten()
-            balance_sum, _ = losses.sequence_balance(output.routers, sample_T, batch.num_samples)
-            balance_loss = config.balance.loss_weight * balance_sum / batch.num_samples
-            (loss_sum / learnt + index_sum / learnt + balance_loss).backward()
-            totals += torch.stack([loss_sum, index_sum, index_rows.float()]).detach()
-            loads = loads.to(totals.device) + losses.expert_loads(output.routers, sample_T)
-            if measure_recall and recall is None and batch.dense:
-                recall = float(losses.index_recall(output.index_groups, 8, self.model.config.indexer.topk))
-            num_groups = len(output.index_groups)
-        self._scale_index_gradients(config.index_loss_weight * num_groups * learnt / totals[2].clamp(min=1))
-        loss, index_loss, load, norm, skipped = self._check(totals, loads, learnt)
+        sums = self.passes.run(batch.to(self.model.device), measure_recall=measure_recall)
+        factor = config.index_loss_weight * sums.num_groups * learnt
+        self._scale_index_gradients(factor / sums.totals_3[2].clamp(min=1))
+        loss, index_loss, load, norm, skipped = self._check(sums, learnt)
         if not skipped:
             self.optimizers.step(rate)
-            balance.update(self.biases, loads, balance.speed_at(self.step, config.balance))
-        self.model.zero_grad(set_to_none=True)
+            balance.update(self.biases, sums.load_LE, balance.speed_at(self.step, config.balance))
+        self.passes.clear()
         self.step += 1
         self.stage = batch.stage
         self.tokens_seen += batch.ids_BS.numel()
@@ -178,7 +171,7 @@ class Trainer:
             step=self.step,
             loss=loss,
             index_loss=index_loss,
-            index_recall=recall,
+            index_recall=None if sums.recall is None else float(sums.recall),
             load=load,
             grad_norm=norm,
             rate=rate,
@@ -192,11 +185,11 @@ class Trainer:
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def _check(self, totals: Tensor, loads: Tensor, learnt: int) -> tuple[float, float, float, float, str]:
+    def _check(self, sums: PassSums, learnt: int) -> tuple[float, float, float, float, str]:
         """(loss, index loss, load, gradient norm, why to skip): everything the host must know, in one transfer."""
         named = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
-        values = torch.cat([totals, balance.spread(loads).reshape(1), norms.float()]).tolist()
+        values = torch.cat([sums.totals_3, balance.spread(sums.load_LE).reshape(1), norms.float()]).tolist()
         loss_sum, index_sum, index_rows, load = values[:4]
         loss, index_loss = loss_sum / learnt, index_sum / max(1.0, index_rows)
         norm = math.sqrt(sum(value * value for value in values[4:]))
@@ -234,10 +227,12 @@ class Trainer:
         saved = self.step
         try:
             for batch in stream(self.batches, self._keys(), workers=self.config.data.workers, pin=pin):
-                start = time.monotonic()
+                start = self.clock.now()
                 logs = self.step % self.config.log_every == 0
                 result = self.train_step(batch, measure_recall=logs)
-                self.clock.recent_s.append(time.monotonic() - start)
+                # the first steps compile and capture: they say nothing of the speed to come
+                if self.passes.is_warm and self.optimizers.is_warm:
+                    self.clock.recent_s.append(self.clock.now() - start)
                 self.total_steps = self.clock.total_steps(self.step, self.total_steps)
                 if logs or result.skipped:
                     self._log(result)
@@ -259,7 +254,8 @@ class Trainer:
     def _keys(self) -> Iterator[tuple[int, int]]:
         """(step, stage) of each batch to come; a stage never goes back, even where the plan's length changes."""
         step, stage = self.step, self.stage
-        while step < self.total_steps:
+        # with a budget of time the length is a guess: batches are made ahead of it
+        while step < self.total_steps or self.clock.minutes is not None:
             stage = max(stage, stage_at(step, self.total_steps, self.config))
             yield step, stage
             step += 1
@@ -268,23 +264,37 @@ class Trainer:
         self._stop = True
 
     def _log(self, result: StepResult) -> None:
-        seconds = statistics.fmean(self.clock.recent_s)
+        seconds = statistics.fmean(self.clock.recent_s) if self.clock.recent_s else math.inf
         speed = result.tokens / seconds
         left_s = (self.total_steps - self.step) * seconds
+        mfu = None if self.peak_flops is None else round(speed * self.token_flops / self.peak_flops, 5)
         stage = self.config.stages[self.stage].name
         recall = "" if result.index_recall is None else f"  recall {result.index_recall:.2f}"
         self.report(
             f"step {result.step}/{self.total_steps} {stage}{' dense' if result.dense else ''}  loss {result.loss:.3f}  "
             f"index {result.index_loss:.3f}{recall}  load {result.load:.2f}  norm {result.grad_norm:.2f}  "
-            f"lr {result.rate:.1e}  {speed:,.0f} tok/s  {_minutes(left_s)} left"
+            f"lr {result.rate:.1e}"
+            + (f"  {speed:,.0f} tok/s" if speed else "")
+            + (f"  MFU {mfu:.1%}" if speed and mfu is not None else "")
+            + (f"  {_minutes(left_s)} left" if speed else "")
             + (f"  SKIPPED: {result.skipped}" if result.skipped else "")
         )
         values = {name: getattr(result, name) for name in StepResult.__slots__}
-        self._write({**values, "stage": stage, "seconds": round(self.clock.elapsed_s, 1), "tokens_per_s": round(speed)})
+        self._write(
+            {
+                **values,
+                "stage": stage,
+                "seconds": round(self.clock.elapsed_s, 1),
+                "tokens_per_s": round(speed),
+                "mfu": mfu,
+            }
+        )
 
     def _write(self, values: dict[str, Any]) -> None:
         with (self.run_folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(values) + "\n")
+        if self.watch is not None:
+            self.watch(values)
 
     def save(self) -> Path:
         """Write a checkpoint. Raises CapacityError if the disk refuses; earlier ones stay."""
@@ -302,6 +312,7 @@ class Trainer:
                 "stage": self.stage,
                 "total_steps": self.total_steps,
                 "tokens_seen": self.tokens_seen,
+                "earlier": self.earlier,
                 "skipped": self.skipped,
                 "norms": list(self.norms),
                 "elapsed_s": self.clock.elapsed_s,
@@ -323,7 +334,7 @@ class Trainer:
         if state is None:
             return False
         # what may change between commands: how long, how often, with how many helpers
-        free = ("steps", "log_every", "save_every", "keep", "eval_every", "micro_batches", "data")
+        free = ("steps", "log_every", "save_every", "keep", "eval_every", "micro_batches", "graphs", "data")
         ours, theirs = train_config_to_dict(self.config), dict(state.meta["config"])
         changed = [name for name in ours if name not in free and ours[name] != theirs.get(name)]
         if changed:
@@ -343,6 +354,7 @@ class Trainer:
             self.total_steps = state.meta["total_steps"]
         self.tokens_seen, self.skipped = state.meta["tokens_seen"], state.meta["skipped"]
         self.norms.extend(state.meta["norms"])
+        self.earlier = list(state.meta.get("earlier", ()))
         self.clock.before_s = state.meta["elapsed_s"]
         return True
 

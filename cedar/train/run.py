@@ -1,4 +1,4 @@
-"""Whole runs: prepare a folder of data, train from a recipe, export what came out."""
+"""Whole runs: train from a recipe, export what came out, measure it."""
 
 from __future__ import annotations
 
@@ -7,164 +7,41 @@ import shutil
 import statistics
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cedar.chat.encode import Conversation, Message, Special, render
 from cedar.chat.tokenizer import Tokenizer, train_tokenizer
 from cedar.checkpoint.read import read_checkpoint
 from cedar.checkpoint.resume import load_newest, load_weights, save_weights
 from cedar.checkpoint.write import write_checkpoint
-from cedar.config.engram import engram_hashes
 from cedar.config.load import override
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.config.train import TrainConfig, train_config_from_dict, train_config_to_dict
 from cedar.errors import ConfigError, FormatError
+from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
+from cedar.train.board import Board
 from cedar.train.card import model_card
-from cedar.train.corpus import Corpus, make_tokenizer, open_corpus, read_documents, take_texts, write_chats, write_texts
+from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
+from cedar.train.page import gates, page, summary
+from cedar.train.suite import Suite, effort_for, load_validation
 from cedar.train.tasks import sample_text
 
 _MODEL_FOLDER = "model"
+# beside weight shards: the run that made them
+_FACTS = "run.json"
 # a model this small wanders at temperature 1, and was never shown a thought
 _GENERATION = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 256, "thinking": False}
-
-
-def prepare(
-    out: str | Path,
-    *,
-    texts: str | Path | None,
-    chats: str | Path | None = None,
-    vocab_size: int = 1024,
-    order: str | Path | None = None,
-    max_characters: int | None = None,
-    chat_sources: Sequence[str] = (),
-    max_chat_tokens: int = 512,
-    tokenizer: Tokenizer | None = None,
-    report: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Make a data folder: tokenizer.json, `stories/train|validation`, `instruct/train|validation`.
-
-    Args:
-        texts: Folder of JSON lines with `text`; files whose name begins with `validation` are held out.
-        chats: The same with `messages`.
-        order: Ids in the order in which training texts are taken (a table will do), up to `max_characters`.
-        chat_sources: Take chats of these sources alone.
-        tokenizer: Use this one instead of training one on the texts.
-
-    Raises:
-        FormatError: Text that cannot be read; the message names file and line.
-    """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    train_texts: list[str] = []
-    if texts is not None:
-        documents = _documents(Path(texts), "train")
-        train_texts = list(take_texts(documents, order=_path(order), max_characters=max_characters))
-    if tokenizer is None:
-        # the start of each text, so that no single author shapes the vocabulary, and the tasks' own words
-        share = max(1, 8_000_000 // max(1, len(train_texts)))
-        pieces = [text[:share] for text in train_texts]
-        tokenizer = make_tokenizer([sample_text(1, 4000), *_chat_texts(chats, chat_sources), *pieces], vocab_size)
-    tokenizer.save(out)
-    infos: dict[str, Any] = {}
-    if texts is not None:
-        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=Path(texts).name)
-        held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
-        infos["stories/validation"] = write_texts(
-            held_out, out / "stories" / "validation", tokenizer, source=f"{Path(texts).name} (validation)"
-        )
-    if chats is not None:
-        render_chat = _chat_renderer(tokenizer)
-        for split in ("train", "validation"):
-            wanted = (d for d in _documents(Path(chats), split) if not chat_sources or d.get("source") in chat_sources)
-            infos[f"instruct/{split}"] = write_chats(
-                wanted,
-                out / "instruct" / split,
-                tokenizer,
-                render=render_chat,
-                max_tokens=max_chat_tokens,
-                source=Path(chats).name,
-            )
-    for name, info in infos.items():
-        report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
-    return infos
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)
-
-
-def _documents(folder: Path, split: str) -> Any:
-    """Objects of the files of one split; a folder without split names is all training data."""
-    files = sorted(folder.glob("*.jsonl*")) if folder.is_dir() else [folder]
-    named = [file for file in files if file.name.startswith("validation")]
-    chosen = named if split == "validation" else [file for file in files if file not in named]
-    if not chosen:
-        raise FormatError(
-            f"no {split} files in {folder}: expected {split}-*.jsonl or {split}-*.jsonl.zst beside the others"
-        )
-    return (document for file in chosen for document in read_documents(file))
-
-
-def _chat_texts(chats: str | Path | None, sources: Sequence[str]) -> list[str]:
-    """What chats say, for the tokenizer, at most a million characters."""
-    texts: list[str] = []
-    size = 0
-    for document in _documents(Path(chats), "train") if chats is not None else ():
-        if sources and document.get("source") not in sources:
-            continue
-        text = "\n".join(str(message.get("content", "")) for message in document.get("messages", ()))
-        texts.append(text)
-        size += len(text)
-        if size > 1_000_000:
-            break
-    return texts
-
-
-def _chat_renderer(tokenizer: Tokenizer) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
-    """Chats as the server renders them, thinking off; what an assistant turn says and its end are learnt."""
-
-    def run(document: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = document.get("messages")
-        if not isinstance(messages, list) or document.get("tools"):
-            # tool calls need more vocabulary than a small model has
-            return [], []
-        ids: list[int] = []
-        learn: list[bool] = []
-        for number, message in enumerate(messages):
-            if message.get("role") not in ("system", "user", "assistant"):
-                return [], []
-            before = _render(tokenizer, messages[:number], header=message["role"] == "assistant")
-            after = _render(tokenizer, messages[: number + 1], header=False)
-            if before != after[: len(before)]:
-                # a turn that changes how earlier ones are rendered cannot be cut into prompt and answer
-                return [], []
-            ids, learn = after, learn + [False] * (len(before) - len(learn))
-            learn += [message["role"] == "assistant"] * (len(after) - len(before))
-        return ids, learn
-
-    return run
-
-
-def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], *, header: bool) -> list[int]:
-    conversation = Conversation(
-        messages=tuple(Message(role=m["role"], content=str(m.get("content", ""))) for m in messages), thinking=False
-    )
-    return [
-        token_id
-        for piece in render(conversation, generation_header=header)
-        for token_id in ([tokenizer.special[piece.name]] if isinstance(piece, Special) else tokenizer.encode(piece))
-    ]
 
 
 def open_data(config: TrainConfig) -> tuple[Tokenizer, dict[str, Corpus]]:
@@ -212,6 +89,7 @@ def train(
     minutes: float | None = None,
     stop_after: float | None = None,
     start_from: str | Path | None = None,
+    tensorboard: bool = False,
     report: Callable[[str], None] = print,
 ) -> bool:
     """Train, or go on with, the run in a folder; when it is complete, export and evaluate it.
@@ -220,10 +98,15 @@ def train(
         device: `cuda` or `cpu`; a GPU if there is one.
         minutes: Budget of the whole run over all its commands; replaces the recipe's steps.
         stop_after: Minutes after which this command saves and ends.
-        start_from: Folder of weight shards to begin a new run from (`export_weights`).
+        start_from: What a new run begins from: a model folder, or weight shards that `pack` left.
+        tensorboard: Write what is logged for TensorBoard too, into `RUN/tensorboard`.
 
     Returns:
         True if the run is complete.
+
+    Raises:
+        ConfigError: The tokenizer or a mixture does not fit the recipe, or tensorboard is not installed.
+        FormatError: A corpus or a checkpoint is damaged or belongs to something else.
     """
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
@@ -231,10 +114,14 @@ def train(
     tokenizer, corpora = open_data(config)
     model = new_model(config, tokenizer, where)
     if start_from is not None:
-        _take_weights(model, load_weights(start_from))
+        _take_weights(model, _starting_weights(Path(start_from)))
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     clock = Clock(minutes=minutes, stop_after=stop_after)
-    trainer = Trainer(config, model, batches, run, clock=clock, report=report)
+    board = Board(run) if tensorboard else None
+    watch = None if board is None else board.add
+    trainer = Trainer(config, model, batches, run, clock=clock, report=report, watch=watch)
+    if start_from is not None:
+        trainer.earlier = _earlier(Path(start_from))
     state = trainer.optimizers.state_bytes()
     count = sum(p.numel() for p in model.parameters())
     report(
@@ -246,7 +133,8 @@ def train(
         report(f"resumed at step {trainer.step}")
     (run / "recipe.json").write_text(json.dumps(train_config_to_dict(config), indent=1) + "\n", encoding="utf-8")
     tokenizer.save(run)
-    complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
+    with board or nullcontext():
+        complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
     draw_curve(run)
     if complete:
         describe(export(run, report=report), config, report=report)
@@ -255,10 +143,44 @@ def train(
     return complete
 
 
+def _starting_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Float weights by parameter name, of a model folder or of shards."""
+    if not (folder / "config.json").is_file():
+        return load_weights(folder)
+    model = read_checkpoint(folder)
+    for module in model.modules():
+        if isinstance(module, EngramTable):
+            module.unpack()
+    return model.state_dict()
+
+
+def _run_facts(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """What `training.json` says of one run, from its checkpoint."""
+    return {
+        "recipe": meta["config"],
+        "steps": steps,
+        "tokens": meta["tokens_seen"],
+        "minutes": round(meta["elapsed_s"] / 60, 1),
+        "device": meta["device"],
+    }
+
+
+def _earlier(folder: Path) -> list[dict[str, Any]]:
+    """Facts of the runs that made the weights in a folder, first to last; empty if it does not say."""
+    file = next((folder / name for name in (_FACTS, "training.json") if (folder / name).is_file()), None)
+    if file is None:
+        return []
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    own = {name: facts[name] for name in ("recipe", "steps", "tokens", "minutes", "device")}
+    return [*facts.get("earlier", ()), own]
+
+
 def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
     own = model.state_dict()
     if set(own) != set(weights) or any(own[name].shape != weights[name].shape for name in own):
-        raise FormatError("the weight shards belong to another model config; use the recipe they were trained with")
+        raise FormatError(
+            "the weights to begin from belong to another model config; use the recipe they were trained with"
+        )
     model.load_state_dict(weights)
 
 
@@ -312,11 +234,8 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
     write_checkpoint(model, folder)
     tokenizer.save(folder)
     facts = {
-        "recipe": state.meta["config"],
-        "steps": state.step,
-        "tokens": state.meta["tokens_seen"],
-        "minutes": round(state.meta["elapsed_s"] / 60, 1),
-        "device": state.meta["device"],
+        **_run_facts(state.meta, state.step),
+        "earlier": state.meta.get("earlier", []),
         "final_loss": round(statistics.fmean(losses), 4) if losses else None,
         "shortest_length": min(length for stage in config.stages for length in stage.lengths),
         "trained_length": config.trained_length,
@@ -342,20 +261,24 @@ def describe(
     file = Path(config.data.folder) / "stories" / "validation"
     if file.is_dir():
         facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    tables = sum(hashes.num_rows for hashes in engram_hashes(model.config.engram).values())
-    card = model_card(
-        facts,
-        parameters=sum(p.numel() for p in model.parameters()) + tables * model.config.engram.head_dim,
-        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    _write_card(folder, model.config, facts)
     recall = facts["recall"]
     report(
         f"recall {recall['accuracy']:.3f}, with random selection {recall['accuracy_random_selection']:.3f} "
         f"at {recall['length']} tokens ({recall['seconds']:.0f} s)"
     )
     return facts
+
+
+def _write_card(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> None:
+    """training.json and the card that is made of it."""
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    card = model_card(
+        facts,
+        parameters=sum(p.numel() for p in Transformer(config, device="meta").parameters()),
+        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def pack(run: str | Path, out: str | Path) -> list[Path]:
@@ -366,6 +289,9 @@ def pack(run: str | Path, out: str | Path) -> list[Path]:
     if state is None:
         raise FormatError(f"{run} holds no checkpoint; train it first")
     files = save_weights(out, state.model)
+    facts = {**_run_facts(state.meta, state.step), "earlier": state.meta.get("earlier", [])}
+    files.append(out / _FACTS)
+    files[-1].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for name in ("log.jsonl", "curve.png", "recipe.json"):
         if (run / name).is_file():
             files.append(Path(shutil.copy(run / name, out / name)))
@@ -460,13 +386,53 @@ def draw_curve(run: str | Path) -> Path | None:
     return file
 
 
-def load_model(folder: str | Path) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
-    """A model folder, its tokenizer, and what `training.json` says of it (empty if it has none)."""
+def load_model(folder: str | Path, *, device: str = "cpu") -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """A model folder (bfloat16 on a GPU), its tokenizer, and what `training.json` says of it (empty if it has none)."""
     folder = Path(folder)
-    model = read_checkpoint(folder)
+    model = read_checkpoint(folder, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     file = folder / "training.json"
     facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return model, Tokenizer.load(folder), facts
+
+
+def evaluate_all(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    data: str | Path | None = None,
+    quick: bool = False,
+    lengths: Sequence[int] = (),
+    device: str | None = None,
+    card: bool = False,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure everything about a model folder; writes `evaluation.json` and `evaluation.html` into `out`.
+
+    Args:
+        data: A prepared data folder, whose held-out corpora are scored; without one, generated text alone is.
+        lengths: Of the retrieval documents, instead of the device's usual ones.
+        card: Put what was found into the model's training.json and card too.
+
+    Raises:
+        FormatError: The model or the data is not what it should be.
+        ConfigError: A length is too short.
+    """
+    out = Path(out)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    effort = effort_for(where, quick=quick, lengths=lengths)
+    model, tokenizer, facts = load_model(folder, device=where)
+    validation = {} if data is None else load_validation(data, tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    results = Suite(model, tokenizer, facts, validation, effort, report=report).run()
+    (out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    html = page(results, title=f"Evaluation of {Path(folder).resolve().name}")
+    (out / "evaluation.html").write_text(html, encoding="utf-8")
+    if card:
+        _write_card(Path(folder), model.config, {**facts, "evaluation": summary(results)})
+    for gate in gates(results):
+        report("  ".join((gate.name, *gate.told())))
+    report(f"written to {out}/evaluation.json and {out}/evaluation.html")
+    return results
 
 
 def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_tokens: int) -> dict[str, Any]:

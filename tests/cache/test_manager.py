@@ -398,3 +398,55 @@ def test_explain_looks_at_the_disk_too(build: Build) -> None:
     other = (*tokens[:300], 501, *tokens[301:])
     held, own, theirs = manager.explain(other, b"")
     assert held == 300 and own == other[284:316] and theirs == tokens[284:316]
+
+
+def test_forgetting_everything_while_a_sequence_runs_loses_no_page(build: Build) -> None:
+    """What it publishes afterwards has its beginning with it, or nobody could ever find and free it."""
+    manager, tokens = build(disk=False, num_pages=8), prompt(700)
+    lease = begin(manager, tokens)
+    assert manager.reserve(lease, 700, 0)
+    for number, page in enumerate(lease.table.pages):
+        manager.pool.write(page, payload(tokens, number))
+    manager.publish(lease, tokens[:300])
+    assert manager.purge() == 2 and manager.cached_tokens(tokens, b"") == 0
+    manager.publish_end(lease, tokens, None)
+    manager.release(lease)
+    assert manager.cached_tokens(tokens, b"") == 700
+    manager.evict(8)
+    assert manager.pool.num_free == 8
+
+
+def test_pages_of_a_sequence_that_failed_are_not_found_again(build: Build) -> None:
+    manager, tokens = build(), prompt(700)
+    other = (*tokens[:300], *prompt(300, 2))
+    converse(manager, tokens)
+    converse(manager, other)
+    flush(manager)
+    lease = begin(manager, (*tokens, 1, 2))
+    manager.distrust(lease, tokens)
+    manager.release(lease)
+    # the pages before the branch serve the other conversation, which works
+    assert manager.cached_tokens(tokens, b"") == 300 and manager.cached_tokens(other, b"") == 600
+    fresh = build()
+    assert plan(fresh, (*tokens, 1, 2)).cached_tokens == 0
+    assert manager._store is not None and manager._store.stats.failed == {"quarantine": 6}
+    manager.evict(32)
+    assert manager.pool.num_free == 32
+
+
+@pytest.mark.gpu
+def test_a_devices_pages_go_to_the_host_and_the_disk_and_come_back(build: Build) -> None:
+    chats = [prompt(500, seed) for seed in range(4)]
+    one = build(num_pages=6, host=20 * PAGE, device="cuda")
+    for tokens in chats:
+        converse(one, tokens)
+    flush(one)
+    two = build(num_pages=6, host=20 * PAGE, device="cuda")
+    for manager, tier in ((one, "host"), (two, "disk")):
+        for tokens in chats:
+            lease = begin(manager, (*tokens, 1, 2))
+            assert lease.plan.cached_tokens == 500
+            check(manager, lease, tokens)
+            manager.publish(lease, tokens)
+            manager.release(lease)
+        assert manager.metrics.cached_tokens[tier] >= 1500

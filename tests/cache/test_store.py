@@ -347,6 +347,9 @@ def test_a_day_has_its_budget_of_writes_across_restarts(tmp_path: Path, monkeypa
     assert written(store, 7, 12) == 10
     # pages that are there already cost nothing
     assert written(store, 7, 10) == 0 and store.stats.failed == {"day budget": 2}
+    # snapshots and turns count too
+    assert not store.put_blob(b"key", bytes(2 * 6144)) and store.put_turn(b"key", b"root", bytes(6144))
+    assert store.flush() and store.get_turn(b"key") is None and store.stats.failed == {"day budget": 4}
     store.close()
 
 

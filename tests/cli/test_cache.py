@@ -74,3 +74,29 @@ def test_explain(tmp_path: Path, model_dir: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"messages": messages}))
     told = run("cache", "explain", str(tmp_path / "one"), str(tmp_path / "two"), "--model", str(model_dir))
     assert "is the first that differs" in told and "fox" in told and "small red" in told
+
+
+def test_every_tier_behind_one_configuration(model_dir: Path, tmp_path: Path) -> None:
+    """What `cedar serve` builds from its flags: another machine's pages, tables on disk, turns that come back."""
+    asked = [{"role": "user", "content": "There was a small red fox near the river. " * 12}]
+
+    def machine(name: str) -> LLM:
+        shared = f"file://{tmp_path}/bucket"
+        limits = {"engram_cache_bytes": 200_000, "cache_day_bytes": 2**24, "cache_host_bytes": 2**24}
+        return LLM(
+            model_dir, serve=ServeConfig(cache_dir=tmp_path / name, cache_shared=shared, engram="disk", **limits)
+        )
+
+    with machine("one") as llm:
+        said = llm.chat(asked, max_tokens=6, temperature=0)
+        assert llm.last is not None and llm.last.cached_tokens == 0
+        again = [*asked, {"role": "assistant", "content": f"{said.content}  \n"}, {"role": "user", "content": "And?"}]
+        llm.chat(again, max_tokens=2, temperature=0)
+        assert llm.last.cached_tokens >= llm.last.prompt_tokens - 30
+        counts = llm.engine.cache.turns.counts
+        assert counts.hits + counts.misses == 1
+        assert llm.engine.model.memory_stats()["read_rows"] > 0
+    with machine("two") as llm:
+        # a bounded replay of random weights: another answer may come of it
+        llm.chat(asked, max_tokens=6, temperature=0)
+        assert llm.last is not None and llm.last.cache_tier == "shared" and llm.last.cached_tokens > 128

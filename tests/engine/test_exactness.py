@@ -1,6 +1,6 @@
 """What is exact, by the names of serving.md 2.7: X1 to X13, on random and on trained weights, deterministic mode.
 
-Each takes a seeded sample with every edge here (about 120 s in all) and its full range in `make test-long`.
+Each takes a seeded sample with every edge here (about two minutes in all) and its full range in `make test-long`.
 Where the names say 128 for the window, a model with another window reads its own; one of the models has 128.
 A1 to A3, which are approximate, are in `tests/engine/test_approximate.py`.
 """
@@ -149,7 +149,7 @@ def test_x2_published_pages_never_change(model: Transformer, full: bool) -> None
         cache, line = engine.cache, random_ids(model.config, 400, 3)
         assert cache is not None
         seen: dict[bytes, bytes] = {}
-        for turn in range(40 if full else 3):
+        for turn in range(40 if full else 2):
             handles = []
             for number in range(4):
                 ids = torch.cat([line[: draw.choice([130, 256, 300])], random_ids(model.config, 1 + number, turn)])
@@ -188,8 +188,9 @@ def resume_all(file: str) -> None:
                     store.reserve(len(planes[0]))
                     store.overwrite(torch.arange(len(planes[0])), planes)
                     store.count = len(planes[0])
-            state = with_entries(model, donor, 10**9)
-            state.restore(Snapshot.from_bytes(snapshot))
+            restored = Snapshot.from_bytes(snapshot)
+            state = with_entries(model, donor, restored.num_tokens)
+            state.restore(restored)
             print(digest(state, model.decode(state, ids)), flush=True)
 
 
@@ -227,7 +228,7 @@ def test_x3_a_snapshot_resumes_the_uninterrupted(tmp_path: Path, full: bool) -> 
 @SAMPLED
 def test_x4_an_exact_rebuild_equals_cold(model: Transformer, full: bool) -> None:
     prompt, window = 3001 if full else 420, window_of(model)
-    hits = range(130, prompt, 2) if full else (130, 254, 256, 258, 384, 418, 420 - window, 420)
+    hits = range(130, prompt, 2) if full else (130, 256, 258, 420 - window, 420)
     ids = random_ids(model.config, prompt + 2, prompt)
     cold = model.new_state()
     want = run(model, cold, ids, prompt)
@@ -380,9 +381,9 @@ def test_x9_rejected_drafts_leave_nothing(model: Transformer, accepted: int, ful
 @SAMPLED
 def test_x10_a_fork_is_a_run_of_its_own(model: Transformer, full: bool) -> None:
     """Four of the same prompt from its end, and four from the middle of an answer; each with its seed."""
-    length = 24 if full else 8
+    length = 24 if full else 6
     window = window_of(model)
-    for size in (1, window + 1, 127, 128, 129, 300) if full else (window + 1, 129):
+    for size in (1, window + 1, 127, 128, 129, 300) if full else (129,):
         ids = random_ids(model.config, size, 10 + size)
         params = [SamplingParams(seed=seed, temperature=1.2, max_tokens=length) for seed in range(4)]
         engine, alone = make_engine(model, num_pages=24), Engine(model, exact=True)
@@ -426,7 +427,7 @@ def test_x11_cancel_at_any_point_leaves_the_pool_as_it_was(full: bool) -> None:
         answers(engine, [greedy(shared, 2)])
         kept = {node.key: cache.pool.read(node.page) for node in cache.tree.nodes()}
         longest = 60 if full else 24
-        for point in range(longest):
+        for point in range(0, longest, 1 if full else 4):
             handles: list[Any] = []
             others = [greedy(torch.cat([shared, random_ids(model.config, n, n)]), 20, keep=False) for n in (3, 90)]
 
@@ -462,7 +463,7 @@ def test_x11_cancel_at_any_point_leaves_the_pool_as_it_was(full: bool) -> None:
 def test_x12_every_row_of_a_prompt(model: Transformer, full: bool) -> None:
     """Logits of all rows: chunks of a prompt without narrowing give what generated rows give, whatever the cut."""
     window, draw = window_of(model), random.Random(12)
-    for length in range(2, 300) if full else (2, window, window + 1, 130):
+    for length in range(2, 300) if full else (2, window + 1):
         ids = random_ids(model.config, length, length)
         whole, cut, rows = (model.new_state(decoder_replay="off") for _ in range(3))
         want = model.prefill(whole, ids)
@@ -478,9 +479,9 @@ def test_x12_every_row_of_a_prompt(model: Transformer, full: bool) -> None:
 def test_x13_a_window_and_more_after_a_snapshot_equals_cold(model: Transformer, full: bool) -> None:
     """N - P in {W, W + 1, 2 W, 3 W + 5}; one row less goes on from the snapshot's windows instead."""
     window = window_of(model)
-    bases = range(2, 901, 2) if full else (2, window + 2, 130)
+    bases = range(2, 901, 2) if full else (window + 2, 2)
     for extra in (window, window + 1, 2 * window, 3 * window + 5):
-        for base in bases if full or extra != 2 * window else bases[:1]:
+        for base in bases if full or extra == window else bases[:1]:
             ids = random_ids(model.config, base + extra + 2, base)
             first = model.new_state()
             model.prefill(first, ids[:base])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cedar.cache.keys import ImageSpan
 from cedar.cache.manager import CacheManager
 from cedar.cache.shared import SharedStore
 from cedar.cache.store import PageStore
@@ -100,6 +102,23 @@ def slow_parts(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
     return began
 
 
+def test_two_images_with_equal_ids_share_what_stands_before_them(build: Build, model: Transformer) -> None:
+    """All positions of all images have one id; here no tower tells them apart, so the answers are the same."""
+    engine = build()
+    image = model.config.image_token_id
+    ids = (*prompt(300, 8), *([image] * 60), *prompt(100, 9))
+
+    def seen(name: bytes) -> Finished:
+        digest = hashlib.sha256(name).digest()
+        span = ImageSpan(start=300, stop=360, digest=digest, grid=(6, 9))
+        end = list(engine.submit(request(ids, images=(span,))))[-1]
+        assert isinstance(end, Finished) and not end.error
+        return end
+
+    assert [seen(name).cached_tokens for name in (b"fox", b"key", b"fox", b"owl", b"key")] == [0, 300, 460, 300, 460]
+    assert ask(engine, ids)[1].cached_tokens == 300
+
+
 def test_late_pages_change_no_answer_and_stop_no_stream(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Field report B05; and while they come, another stream goes on."""
     engine, second, want = restarted(build)
@@ -177,3 +196,15 @@ def test_a_shared_store_that_hangs_holds_nobody_up_for_long(build: Build, monkey
     _, end = ask(engine, prompt(300, 7))
     assert end.cached_tokens == 0 and end.queue_s >= 0.3 and time.monotonic() - began < 20
     free.set()
+
+
+def test_a_pool_that_pins_have_halved_still_serves_its_longest_prompt(model: Transformer) -> None:
+    cache = CacheManager(model.config, num_pages=8)
+    engine = Engine(model, cache=cache)
+    try:
+        ask(engine, prompt(500, 24))
+        engine.ask_cache(lambda cache: cache.pin(prompt(500, 24), b"")).result(10)
+        _, end = ask(engine, prompt(850, 25))
+        assert end.completion_tokens == 4 and cache.cached_tokens(prompt(500, 24), b"") < 500
+    finally:
+        engine.close()

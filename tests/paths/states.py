@@ -46,7 +46,7 @@ def visible(state: SequenceState) -> list[Tensor]:
         floor = min(max(state.num_tokens - reach, state.window_floor(layer), 0), state.num_tokens)
         rows += store.read(torch.arange(floor, state.num_tokens) % state.num_slots)
     if state.num_tokens % 2:
-        rows += [half[-1:] for pair in state.tails.values() for half in pair]
+        rows += [half[-1:] for source in sorted(state.tails) for half in state.tails[source]]
     return [*rows, state.recent_L]
 
 

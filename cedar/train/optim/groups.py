@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Rule:
     """A row of the table.
 
     Attributes:
-        pattern: Matches the whole parameter name, its layer's number left out.
+        pattern: Matches the whole parameter name, its layer's or draft block's number left out.
         decays: Weight decay applies.
         blocks: Row blocks that Muon orthogonalises apart.
         engram: The table's own rate applies.
@@ -39,6 +39,11 @@ class Rule:
 RULES = (
     Rule(pattern=r"(embed|head)\.weight", optimizer="sinkhorn", decays=False),
     Rule(pattern=r"layers\.engram\.embed\.weight", optimizer="sinkhorn", decays=False, engram=True),
+    # a draft block is named as a layer; these are its ends
+    Rule(pattern=r"layers\.markov_head\.(embed|head)\.weight", optimizer="sinkhorn", decays=False),
+    Rule(pattern=r"layers\.main_proj\.weight", optimizer="muon", decays=True),
+    Rule(pattern=r"layers\.(main_norm|norm)\.weight", optimizer="adamw", decays=True),
+    Rule(pattern=r"layers\.confidence_head\.proj\.weight", optimizer="adamw", decays=True),
     Rule(pattern=r"(norm|layers\.(attn_norm|ffn_norm))\.weight", optimizer="adamw", decays=True),
     Rule(
         pattern=r"layers\.attn\.(q_norm|kv_norm|compressor\.norm|indexer\.k_norm)\.weight",
@@ -92,7 +97,7 @@ def rule_of(name: str) -> Rule:
     Raises:
         ConfigError: No row matches, or more than one does.
     """
-    plain = re.sub(r"^layers\.\d+\.", "layers.", name)
+    plain = re.sub(r"^(layers|mtp)\.\d+\.", "layers.", name)
     matching = [rule for rule in RULES if re.fullmatch(rule.pattern, plain)]
     if len(matching) != 1:
         rows = ", ".join(rule.pattern for rule in matching) or "none"
@@ -123,6 +128,12 @@ class Optimizers:
                 rest.append((name, parameter, config.weight_decay if rule.decays else 0.0))
         self.updates = 0
         self.clip_norm = config.clip_norm
+        device = (pieces[0].parameter if pieces else (tables or rest)[0][1]).device
+        # on the device, so that a captured step reads the values of its time
+        self._rate = torch.zeros((), device=device)
+        self._number = torch.zeros((), dtype=torch.int32, device=device)
+        self._captures, self._steps = False, 0
+        self._graph: Any = None
         self.muon = Muon(
             pieces, momentum=config.momentum, update_rms=config.update_rms, weight_decay=config.weight_decay
         )
@@ -136,15 +147,42 @@ class Optimizers:
         self.adamw = AdamW(rest, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
 
     def step(self, rate: float) -> None:
-        """Clip the AdamW group's gradient, then update every parameter."""
+        """Clip the AdamW group's gradient, then update every parameter.
+
+        After `capture_steps` the second step is captured and later ones are replayed.
+        """
         self.updates += 1
+        self._rate.fill_(rate)
+        self._number.fill_(self.updates)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._captures and self._steps:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            self._graph = graph
+            graph.replay()
+        else:
+            self._step()
+        self._steps += 1
+
+    @property
+    def is_warm(self) -> bool:
+        """The latest step captured nothing and was not the first."""
+        return self._steps > 2
+
+    def capture_steps(self) -> None:
+        """From now on every parameter keeps its gradient's memory, on a GPU."""
+        self._captures = True
+
+    def _step(self) -> None:
         grads = [p.grad for _, p, _ in self.adamw.parameters if p.grad is not None]
         if grads:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
             torch._foreach_mul_(grads, (self.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0))
-        self.muon.step(rate)
-        self.sinkhorn.step(rate, self.updates)
-        self.adamw.step(rate, self.updates)
+        self.muon.step(self._rate)
+        self.sinkhorn.step(self._rate, self._number)
+        self.adamw.step(self._rate, self._number)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state, by `<optimiser>/<kind>/<parameter>`; writing into them changes the state."""
