@@ -376,7 +376,7 @@ def draft_stats(end: Finished) -> dict[str, Any]:
     """An extension, where there were drafts: `x_spec`, how many were verified and how many stood."""
     if not end.drafted_tokens:
         return {}
-    return {"x_spec": {"drafted_tokens": end.drafted_tokens, "accepted_tokens": end.accepted_tokens}}
+    return {"x_spec": {name: getattr(end, name) for name in ("drafted_tokens", "accepted_tokens", "draft_steps")}}
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
