@@ -138,6 +138,36 @@ class ChatRequest(Fields, kw_only=True):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: the tokens of a text, without anything around it, or of a chat's whole prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    add_special_tokens: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PurgeRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/cache/purge`: everything, or what one salt of the asking key has."""
+
+    cache_salt: str | None = None
+    model: str | None = None
+
+
+class PinRequest(ChatRequest, kw_only=True):
+    """`POST /v1/cache/pin`: the prompt of a chat request, to be kept or let go."""
+
+    pinned: bool = True
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object.
 
@@ -385,7 +415,7 @@ def draft_stats(end: Finished) -> dict[str, Any]:
             "drafted_tokens": end.drafted_tokens,
             "accepted_tokens": end.accepted_tokens,
             "wasted_rows": end.drafted_tokens - end.accepted_tokens,
-            "steps": end.draft_steps,
+            "draft_steps": end.draft_steps,
             "accept_length": round(end.accept_length, 3),
             "verify_width": round(end.verify_width, 3),
         }

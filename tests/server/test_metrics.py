@@ -25,7 +25,7 @@ from cedar.server.schema import draft_stats
 Running = Any
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, Any] = {"model": "nonsense", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-# serving.md 6.7, but for what has no source without drafts and images
+# serving.md 6.7, but for what has no source without images
 NAMES = {
     "request_queue_seconds": (),
     "ttft_seconds": ("hit",),
@@ -40,6 +40,8 @@ NAMES = {
     "preempt_total": (),
     "engram_rows_total": ("src",),
     "engram_stall_seconds_total": (),
+    "spec_accept_length": (),
+    "spec_verify_width": (),
 }
 
 
@@ -106,7 +108,7 @@ def test_drafts_are_told_by_answer_and_in_all() -> None:
             "drafted_tokens": 21,
             "accepted_tokens": 12,
             "wasted_rows": 9,
-            "steps": 7,
+            "draft_steps": 7,
             "accept_length": 2.714,
             "verify_width": 3.0,
         }
@@ -163,7 +165,7 @@ def test_the_dashboard_asks_for_what_is_there(server: Running) -> None:
                     # counters of rare events have no sample yet
                     assert label.strip() in known | {"phase", "reason"}, (panel["title"], label)
             asked |= names
-    shown = {name.removesuffix("_bucket") for name in asked}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
     assert set(NAMES) <= shown, set(NAMES) - shown
 
 

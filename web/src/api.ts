@@ -21,7 +21,7 @@ export interface Drafts {
   drafted_tokens: number;
   accepted_tokens: number;
   wasted_rows: number;
-  steps: number;
+  draft_steps: number;
   accept_length: number;
   verify_width: number;
 }
