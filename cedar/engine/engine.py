@@ -33,8 +33,10 @@ from cedar.engine.request import (
     Request,
     Sequence,
     Status,
+    Token,
     check_room,
 )
+from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
 from cedar.engine.scheduler import (
     SchedulerConfig,
@@ -83,6 +85,7 @@ class Engine:
         reserve_tokens: Answer tokens that must find room before a request starts.
         cache: Prefixes of earlier requests; None keeps none. The engine closes it.
         exact: Rows get the same bits whatever runs beside them; slower. A strict cache needs it.
+        runner: Decodes in graphs where there is a GPU; None decodes op by op.
         keep_snapshots: Write the snapshots to the disk tier when the engine ends.
     """
 
@@ -97,6 +100,7 @@ class Engine:
         reserve_tokens: int = 4096,
         cache: CacheManager | None = None,
         exact: bool = False,
+        runner: DecodeRunner | None = None,
         keep_snapshots: bool = True,
     ) -> None:
         limit = model.config.max_position_embeddings
@@ -111,6 +115,7 @@ class Engine:
         )
         self.exact = exact or (cache is not None and cache.strict)
         self.metrics = Metrics()
+        self._runner = runner
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -372,6 +377,7 @@ class Engine:
     def _set_aside(self, sequence: Sequence) -> None:
         """Take a sequence's pages; its snapshot and their bytes wait in host memory (grade G0)."""
         assert self.cache is not None and sequence.lease is not None
+        self._leave_slot(sequence)
         snapshot = sequence.state.snapshot()
         sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
         sequence.state = None
@@ -441,6 +447,8 @@ class Engine:
                 if self._guarded(functools.partial(self._reserve, num_tokens=num_tokens), sequence):
                     ready.append(sequence)
         ready = [s for s in ready if s.status is Status.DECODE and s.state is not None]
+        if self._runner is not None:
+            ready = self._decode_in_slots(ready, self._runner)
         if not ready:
             return
         ids = [self._ids(sequence.generated[-1:]) for sequence in ready]
@@ -463,9 +471,42 @@ class Engine:
 
             self._guarded(run, sequence)
 
+    def _decode_in_slots(self, ready: list[Sequence], runner: DecodeRunner) -> list[Sequence]:
+        """One token of those whose state has a slot or gets one; returns the others, or all if the step failed."""
+        rows: dict[int, Row] = {}
+        for place, sequence in enumerate(ready):
+            if len(rows) < runner.max_rows and sequence.lease is not None and runner.suits(sequence.state):
+                assert sequence.sampler is not None
+                rows[place] = Row(sequence.state, sequence.lease, sequence.generated[-1], sequence.sampler)
+        if not rows:
+            return ready
+        try:
+            chosen, logits_TV = runner.step(list(rows.values()))
+        except Exception:  # whatever a device may say: op by op they go on
+            log.warning("decode graphs are off from here on: a step of %d rows failed", len(rows), exc_info=True)
+            self._runner = None
+            for sequence in self._running:
+                if sequence.state is not None:
+                    self._guarded(lambda s: runner.leave(s.state), sequence)
+            return [sequence for sequence in ready if sequence in self._running]
+        for number, place in enumerate(rows):
+
+            def run(sequence: Sequence, number: int = number) -> None:
+                assert self.cache is not None and sequence.lease is not None and sequence.sampler is not None
+                self.cache.publish(sequence.lease, self._written(sequence))
+                if sequence.sampler.needs_logits:
+                    self._take(sequence, logits_TV[number])
+                else:
+                    self._taken(sequence, sequence.sampler.take(chosen[number]))
+
+            self._guarded(run, ready[place])
+        return [sequence for place, sequence in enumerate(ready) if place not in rows]
+
     def _take(self, sequence: Sequence, logits_V: Tensor) -> None:
         assert sequence.sampler is not None
-        token = sequence.sampler(logits_V)
+        self._taken(sequence, sequence.sampler(logits_V))
+
+    def _taken(self, sequence: Sequence, token: Token) -> None:
         sequence.first_token_s = sequence.first_token_s or time.monotonic()
         sequence.generated.append(token.id)
         if token.id in sequence.request.sampling.stop_token_ids:
@@ -494,10 +535,16 @@ class Engine:
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
         state = sequence.state
+        self._leave_slot(sequence)
         # while cached tokens run again their halves of pairs are not there: nothing to go on from
         whole = state.num_held == state.num_tokens
         snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
         self.cache.publish_end(sequence.lease, self._written(sequence), snapshot)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Before a state is read: what the runner holds of it comes back."""
+        if self._runner is not None:
+            self._runner.leave(sequence.state)
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:
         # a state that failed may not be able to answer
@@ -507,6 +554,8 @@ class Engine:
             if reason in ("stop", "length"):
                 self._publish_end(sequence)
             self.cache.release(sequence.lease)
+        if self._runner is not None:
+            self._runner.forget(sequence.state)
         sequence.state = sequence.aside = sequence.lease = None
         with self._changed:
             for line in (self._waiting, self._running):

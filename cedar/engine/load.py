@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,13 @@ from cedar.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from cedar.cache.manager import CacheManager
     from cedar.cache.store import PageStore
     from cedar.engine.engine import Engine
+    from cedar.engine.runner import DecodeRunner
     from cedar.model.transformer import Transformer
+
+log = logging.getLogger(__name__)
 
 # goes up when the bytes of a page, or what they depend on, change
 FORMAT_VERSION = 1
@@ -212,9 +217,29 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     )
     return Engine(
         model,
+        runner=_open_runner(model, cache, config),
         max_context=config.max_context,
         prefill_chunk=config.prefill_chunk,
         max_waiting=config.max_waiting,
         max_running=config.max_running,
         cache=cache,
     )
+
+
+def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig) -> DecodeRunner | None:
+    """Graphs for decoding, made beforehand; None, with the reason in the log, where they cannot be."""
+    from cedar.engine import runner
+
+    reason = runner.unavailable(model, cache, exact=config.strict_cache)
+    if reason:
+        log.info("decoding runs op by op: %s", reason)
+        return None
+    try:
+        graphs = runner.DecodeRunner(
+            model, cache, max_rows=config.max_running, max_context=config.context(model.config)
+        )
+        graphs.warm_up()
+    except Exception:  # a driver or a kernel that this machine does not take must not keep the server down
+        log.warning("decoding runs op by op: the graphs could not be made", exc_info=True)
+        return None
+    return graphs

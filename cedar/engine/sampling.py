@@ -3,7 +3,7 @@
 `choose` is a pure function of logits, parameters and one uniform number, so a seeded request gets the same
 tokens whatever runs beside it.
 
-V vocabulary, K tokens kept, W words of 32 bits.
+T rows, V vocabulary, K tokens kept, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,57 @@ def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     return int(token_K[_draw(weight_K, uniform)])
 
 
+def choose_rows(logits_TV: Tensor, params: RowParams, *, filtered: bool) -> Tensor:
+    """`choose` for many rows at once on their device: int64 [T], -1 for a row whose logits are not finite.
+
+    Nothing asks the device and no shape depends on data, so a graph may hold it. It takes the same token as
+    `choose` but where a sum in another order moves an edge across the uniform number.
+
+    Args:
+        logits_TV: float32.
+        filtered: False if no row has a top-k, top-p or min-p: the sort is left out.
+    """
+    vocab_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    highest_T1 = logits_TV.amax(-1, keepdim=True)
+    first_T = torch.where(logits_TV == highest_T1, vocab_V, logits_TV.shape[1]).amin(-1)
+    greedy_T = params.temperature_T == 0
+    divisor_T1 = params.temperature_T.masked_fill(greedy_T, 1).unsqueeze(-1)
+    scaled_TV = (logits_TV.double() - highest_T1) / divisor_T1
+    token_TV = None
+    if filtered:
+        has_filter_T = (params.top_k_T > 0) | (params.top_p_T < 1) | (params.min_p_T > 0)
+        # a row without filters keeps the vocabulary's order, as `choose` does
+        order_TV = scaled_TV.masked_fill(~has_filter_T.unsqueeze(-1), 0).sort(descending=True, stable=True).indices
+        scaled_TV, token_TV = scaled_TV.gather(1, order_TV), order_TV
+    weight_TV = scaled_TV.exp()
+    if filtered:
+        k_T = torch.where(params.top_k_T > 0, params.top_k_T, logits_TV.shape[1])
+        weight_TV = weight_TV * (vocab_V < k_T.unsqueeze(-1))
+        before_TV = weight_TV.cumsum(-1) - weight_TV
+        within_TV = before_TV < (params.top_p_T.unsqueeze(-1) * weight_TV.sum(-1, keepdim=True))
+        weight_TV = weight_TV * (within_TV | (params.top_p_T >= 1).unsqueeze(-1))
+        floor_T1 = params.min_p_T.unsqueeze(-1) * weight_TV[:, :1]
+        weight_TV = weight_TV * ((weight_TV >= floor_T1) | (params.min_p_T == 0).unsqueeze(-1))
+    running_TV = weight_TV.cumsum(-1)
+    target_T1 = params.uniform_T.unsqueeze(-1) * running_TV[:, -1:]
+    index_T = (running_TV <= target_T1).sum(-1)
+    last_T = torch.where(weight_TV > 0, vocab_V, 0).amax(-1)
+    index_T = torch.minimum(index_T, last_T)
+    drawn_T = index_T if token_TV is None else token_TV.gather(1, index_T.unsqueeze(-1)).squeeze(-1)
+    chosen_T = torch.where(greedy_T, first_T, drawn_T)
+    return torch.where(highest_T1.squeeze(-1).isfinite(), chosen_T, -1)
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of rows, on the rows' device; float64 but for `top_k_T`, int64."""
+
+    temperature_T: Tensor
+    top_k_T: Tensor
+    top_p_T: Tensor
+    min_p_T: Tensor
+    uniform_T: Tensor
+
+
 def _draw(weight_K: Tensor, uniform: float) -> int:
     running_K = weight_K.cumsum(0)
     index = int(torch.searchsorted(running_K, uniform * running_K[-1], right=True))
@@ -69,11 +121,38 @@ class Sampler:
         self._has_penalty = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
+        self._uniform: float | None = None
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._params
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether `choose_rows` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
+        return self._has_penalty or self._constraint is not None or self._params.logprobs is not None
+
+    def uniform(self) -> float:
+        """The random number of the next token; the same until a token was taken."""
+        if self._uniform is None:
+            self._uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
+        return self._uniform
+
+    def take(self, token_id: int) -> Token:
+        """What `choose_rows` chose.
+
+        Raises:
+            ArithmeticError: It found logits that are not finite.
+        """
+        if token_id < 0:
+            raise ArithmeticError("the model's logits are not finite")
+        self._uniform = None
+        return Token(token_id)
 
     def __call__(self, logits_V: Tensor) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
@@ -81,8 +160,8 @@ class Sampler:
         Penalties and biases come first, then the constraint, then temperature and filters.
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
-        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        token_id = choose(self._permitted(self._weighed(logits_V)), self._params, uniform)
+        token_id = choose(self._permitted(self._weighed(logits_V)), self._params, self.uniform())
+        self._uniform = None
         if self._has_penalty:
             self._counts[token_id] += 1
             self._seen.add(token_id)

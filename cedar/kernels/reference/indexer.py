@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.kernels.indexer import mask_to_index, topk_mask as exact_topk
+from cedar.kernels.pages import Paged, load_rows
+
 
 def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
     num_heads = query_THI.shape[1]
@@ -15,6 +18,34 @@ def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor
 def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor) -> Tensor:
     dot_THE = query_THI.float() @ key_TEI.float().transpose(1, 2)
     return (torch.relu(dot_THE) * weight_TH.float().unsqueeze(-1)).sum(1)
+
+
+def paged_index_scores(
+    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, num_entries: int
+) -> Tensor:
+    entry_TE = torch.arange(num_entries, device=visible_T.device).expand(visible_T.shape[0], -1)
+    return _scores_at(query_THI, weight_TH, keys, entry_TE, entry_TE < visible_T.unsqueeze(-1))
+
+
+def paged_pool_scores(
+    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, block_TN: Tensor, block_size: int
+) -> Tensor:
+    member_TNM = block_TN.unsqueeze(-1) * block_size + torch.arange(block_size, device=block_TN.device)
+    member_TP = member_TNM.flatten(1)
+    return _scores_at(query_THI, weight_TH, keys, member_TP, (member_TP >= 0) & (member_TP < visible_T.unsqueeze(-1)))
+
+
+def _scores_at(query_THI: Tensor, weight_TH: Tensor, keys: Paged, entry_TE: Tensor, present_TE: Tensor) -> Tensor:
+    entry_TE = entry_TE.masked_fill(~present_TE, 0)
+    per_page = keys.stored.codes_PNX.shape[1]
+    page_TE = keys.page_SP[keys.slot_T].gather(1, entry_TE // per_page)
+    key_TEI = load_rows(keys.stored, page_TE, entry_TE % per_page, torch.float32)
+    score_TE = gathered_index_scores(query_THI, weight_TH, key_TEI)
+    return score_TE.masked_fill(~present_TE, -torch.inf)
+
+
+def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    return mask_to_index(exact_topk(score_TE, k), k)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:

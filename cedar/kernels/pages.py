@@ -1,0 +1,63 @@
+"""Rows as stored bytes, by page and row inside it: scatter and gather, public ops without a gradient.
+
+A page of a window is the ring of one sequence; a page of a cache is `PagePool`'s. Both are read and written through
+views, so nothing here knows who owns the bytes.
+
+T rows, C channels, P pages, N rows a page, X bytes of a row's codes, G scales of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cedar.formats.spec import FormatSpec
+from cedar.kernels import check
+from cedar.kernels.dispatch import select
+
+
+class Stored(NamedTuple):
+    """Vectors of one format by (page, row): uint8 codes, uint8 scales, each possibly a strided view."""
+
+    codes_PNX: Tensor
+    scales_PNG: Tensor
+    spec: FormatSpec
+
+    @property
+    def channels(self) -> int:
+        return self.codes_PNX.shape[-1] * 8 // self.spec.element_bits
+
+
+class Paged(NamedTuple):
+    """Entries of several sequences behind their page tables: entry e of row t lies on page
+    `page_SP[slot_T[t], e // N]`, row `e % N`.
+
+    `page_SP` is int64 [sequences, pages]; what lies behind a sequence's last page must still name a page.
+    """
+
+    stored: Stored
+    page_SP: Tensor
+    slot_T: Tensor
+
+
+def store_rows(rows_TC: Tensor, stored: Stored, page_T: Tensor, row_T: Tensor, present_T: Tensor) -> None:
+    """Quantise rows and write each to its place; a row that is not present changes nothing.
+
+    No synchronisation and no shape that depends on data, so a graph may hold it. Two present rows must not share
+    a place.
+
+    Args:
+        page_T: int64; also of absent rows it must lie inside the storage.
+        row_T: int64, inside the page.
+        present_T: bool.
+    """
+    check.shape("store_rows", "rows", rows_TC, page_T.shape[0], stored.channels)
+    select("store_rows", rows_TC)(rows_TC, stored, page_T, row_T, present_T)
+
+
+def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows by place, decoded exactly: the shape of `page` and a channel axis."""
+    check.shape("load_rows", "row", row, *page.shape)
+    return select("load_rows", stored.codes_PNX)(stored, page, row, dtype)
