@@ -22,7 +22,7 @@ from cedar.config.model import PAGE_TOKENS
 from cedar.engine.sampling import RowParams, Sampler, choose_rows
 from cedar.errors import CapacityError
 from cedar.kernels.pages import Stored
-from cedar.model.decode import DecodeSlots, DecodeStep, unsuitable
+from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder, unsuitable
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 
@@ -85,6 +85,7 @@ class DecodeRunner:
         self, model: Transformer, cache: CacheManager, *, max_rows: int, max_context: int, capture: bool = True
     ) -> None:
         self.model, self.max_rows, self._capture = model, max_rows, capture
+        self._decoder = SlotDecoder(model)
         max_pages = min(-(-max_context // PAGE_TOKENS), cache.pool.num_pages)
         rows = {
             place: Stored(cache.pool.field(part.codes), cache.pool.field(part.scales), part.spec)
@@ -230,9 +231,7 @@ class DecodeRunner:
     def _run(self, graph: _Graph) -> None:
         slot_T, position_T, ids_T, top_k_T = graph.inputs[:_NUM_INTEGERS]
         temperature_T, top_p_T, min_p_T, uniform_T = graph.inputs[_NUM_INTEGERS:].view(torch.float64)
-        step = DecodeStep(
-            self.slots, self.model.rope, self.model.rounding, slot_T, position_T, context=graph.context
-        )
-        graph.logits_TV = self.model.decode_slots(step, ids_T)
+        step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=graph.context)
+        graph.logits_TV = self._decoder(step, ids_T)
         params = RowParams(temperature_T, top_k_T, top_p_T, min_p_T, uniform_T)
         graph.chosen_T = choose_rows(graph.logits_TV, params, filtered=graph.filtered)

@@ -68,6 +68,8 @@ def masked_attention(
 
 def paged_attention(
     query_THC: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
     window: Stored,
     slot_T: Tensor,
     position_T: Tensor,
@@ -79,9 +81,10 @@ def paged_attention(
 ) -> Tensor:
     """`attention` of decoding rows over stored bytes: each row reads its own ring and its own pages.
 
-    No synchronisation and no shape that depends on data. No gradient.
+    The queries are rotated on the way in, and the output back on the way out: the key is the value. No synchronisation and no shape that depends on data. No gradient.
 
     Args:
+        query_THC: Not rotated yet.
         window: A ring of FP8 rows a sequence; position p lies in row `p % ring`.
         slot_T: Whose ring, int64.
         position_T: The row's own position, whose key is written already, int64.
@@ -94,4 +97,4 @@ def paged_attention(
     check.shape("paged_attention", "query", query_THC, slot_T.shape[0], None, window.channels)
     check.shape("paged_attention", "sink", sink_H, query_THC.shape[1])
     run = select("paged_attention", query_THC)
-    return run(query_THC, window, slot_T, position_T, floor_T, entries, selection_TK, sink_H, num_window)
+    return run(query_THC, cos_TR, sin_TR, window, slot_T, position_T, floor_T, entries, selection_TK, sink_H, num_window)

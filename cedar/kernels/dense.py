@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
 
@@ -55,3 +56,19 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     """
     check.shape("swiglu", "up", up_TI, *gate_TI.shape)
     return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)
+
+
+def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
+    """`rms_norm`, then rounded to `spec` in the same pass; None leaves the norm. No gradient."""
+    check.shape("norm_round", "gain", gain_I, x_TI.shape[-1])
+    return select("norm_round", x_TI, gain_I)(x_TI, gain_I, eps, spec)
+
+
+def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
+    """Each group of channels through its own weight, summed in float32: [T, G, O]. No gradient.
+
+    Args:
+        spec: The input is rounded to it on the way in; None takes it as it is.
+    """
+    check.shape("grouped_linear", "weight", weight_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
+    return select("grouped_linear", x_TGI, weight_GOI)(x_TGI, weight_GOI, spec)

@@ -5,6 +5,7 @@ T rows, L look-backs (current token first), K table columns, N streams, D channe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cedar.kernels import check
@@ -47,3 +48,22 @@ def engram_gate(
     check.shape("engram_gate", "key", key_TND, *streams_TND.shape)
     run = select("engram_gate", streams_TND, key_TND, value_TD, query_weight_ND, key_weight_ND)
     return run(streams_TND, key_TND, value_TD, dead_T, query_weight_ND, key_weight_ND, eps)
+
+
+def engram_memory(
+    compressed_TL: Tensor,
+    multiplier_L: Tensor,
+    prime_K: Tensor,
+    offset_K: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The table rows that `engram_rows` names, decoded, side by side: [T, K * channels].
+
+    Args:
+        codes: uint8 E4M3 [rows, channels], on the device of the ids.
+        scales: uint8 E8M0 [rows, channels / 32].
+    """
+    run = select("engram_memory", compressed_TL, codes)
+    return run(compressed_TL, multiplier_L, prime_K, offset_K, codes, scales, dtype)

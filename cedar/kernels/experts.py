@@ -5,6 +5,8 @@ T rows, D channels, E experts, K experts a row, I inner channels.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from cedar.kernels import check
@@ -60,3 +62,23 @@ def experts(
     check.shape("experts", "ids", ids_TK, u_TD.shape[0], None)
     run = select("experts", u_TD, w1_EID, w3_EID, w2_EDI)
     return run(u_TD, ids_TK, weights_TK, w1_EID, w3_EID, w2_EDI, limit, round_inner)
+
+
+class Weights(NamedTuple):
+    """Gate, up and down of the routed experts, and of the shared one."""
+
+    w1_EID: Tensor
+    w3_EID: Tensor
+    w2_EDI: Tensor
+    shared1_ID: Tensor
+    shared3_ID: Tensor
+    shared2_DI: Tensor
+
+
+def feed(
+    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, *, limit: float, round_inner: bool
+) -> Tensor:
+    """`experts` and the shared expert, summed in float32, in u's dtype: [T, D]. No gradient."""
+    check.shape("feed", "shared1", weights.shared1_ID, None, u_TD.shape[-1])
+    run = select("feed", u_TD, weights.w1_EID)
+    return run(u_TD, ids_TK, weights_TK, weights, limit, round_inner)

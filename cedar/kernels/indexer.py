@@ -40,21 +40,35 @@ def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor)
 
 
 def paged_index_scores(
-    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, num_entries: int
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    num_entries: int,
 ) -> Tensor:
     """`index_scores` of decoding rows against their own pages: float32 [T, num_entries], -inf where not visible.
 
     Args:
+        query_THI: Neither rotated nor rounded to FP4 yet: both happen on the way in.
         visible_T: Entries each row may see, int64; they are its first ones.
         num_entries: Columns; no row sees more.
     """
     check.shape("paged_index_scores", "query", query_THI, visible_T.shape[0], None, keys.stored.channels)
     run = select("paged_index_scores", query_THI)
-    return run(query_THI, weight_TH, keys, visible_T, num_entries)
+    return run(query_THI, cos_TR, sin_TR, weight_TH, keys, visible_T, num_entries)
 
 
 def paged_pool_scores(
-    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, block_TN: Tensor, block_size: int
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    block_TN: Tensor,
+    block_size: int,
 ) -> Tensor:
     """`paged_index_scores` of the members of each row's blocks alone: float32 [T, N * block_size].
 
@@ -63,7 +77,7 @@ def paged_pool_scores(
     """
     check.shape("paged_pool_scores", "query", query_THI, visible_T.shape[0], None, keys.stored.channels)
     run = select("paged_pool_scores", query_THI)
-    return run(query_THI, weight_TH, keys, visible_T, block_TN, block_size)
+    return run(query_THI, cos_TR, sin_TR, weight_TH, keys, visible_T, block_TN, block_size)
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
@@ -77,6 +91,13 @@ def top_entries(score_TE: Tensor, k: int) -> Tensor:
 def top_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
     """`candidate_blocks` as numbers: int64 [T, topk_blocks] ascending, -1 where there are fewer."""
     return top_entries(_block_scores(score_TE, visible_T, block_size), topk_blocks)
+
+
+def pool_members(block_TN: Tensor, place_TK: Tensor, block_size: int) -> Tensor:
+    """The entries behind places in a pool: int64, -1 where the place is -1."""
+    safe_TK = place_TK.clamp(min=0)
+    entry_TK = block_TN.gather(1, safe_TK // block_size) * block_size + safe_TK % block_size
+    return entry_TK.masked_fill(place_TK < 0, -1)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:

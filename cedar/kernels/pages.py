@@ -57,6 +57,23 @@ def store_rows(rows_TC: Tensor, stored: Stored, page_T: Tensor, row_T: Tensor, p
     select("store_rows", rows_TC)(rows_TC, stored, page_T, row_T, present_T)
 
 
+def store_normed(
+    x_TC: Tensor,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+) -> Tensor:
+    """`rms_norm`, `rotate` and `store_rows` in one pass; returns the normed rows before their rotation [T, C]."""
+    check.shape("store_normed", "x", x_TC, page_T.shape[0], stored.channels)
+    run = select("store_normed", x_TC)
+    return run(x_TC, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
+
+
 def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows by place, decoded exactly: the shape of `page` and a channel axis."""
     check.shape("load_rows", "row", row, *page.shape)

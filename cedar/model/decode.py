@@ -1,7 +1,7 @@
 """One token of several sequences with every shape fixed and every position on the device: what a graph can hold.
 
 `DecodeSlots` keeps what decoding changes (windows, waiting halves, look-backs, page tables) in fixed places;
-`DecodeStep` is one step over it and fulfils `AttentionState`. Entries and index keys stay in the cache's pages.
+`DecodeStep` is one step over it, and `SlotDecoder` the layers. Entries and index keys stay in the cache's pages.
 
 T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R rows of a ring, P pages.
 """
@@ -9,22 +9,32 @@ T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from cedar.config.layers import layer_plans
-from cedar.config.model import ModelConfig
-from cedar.config.rounding import Rounding
-from cedar.formats.spec import FP8
+from cedar.config.layers import LayerKind, layer_plans
+from cedar.config.model import PAGE_TOKENS, ModelConfig
+from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
-from cedar.kernels.pages import Paged, Stored, store_rows
-from cedar.model.engram import lookback_ids
+from cedar.kernels.compress import pool_groups
+from cedar.kernels.dense import grouped_linear, norm_round
+from cedar.kernels.engram import engram_gate, engram_memory
+from cedar.kernels.experts import Weights, feed, route
+from cedar.kernels.mhc import Entered, Sublayer, advance, expand
+from cedar.kernels.pages import Paged, Stored, store_normed
+from cedar.model.block import Block
+from cedar.model.engram import Engram, lookback_ids
+from cedar.model.layers import Linear, RMSNorm
+from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
 from cedar.model.sequence import SequenceState
 from cedar.model.state import SharedKV
+
+if TYPE_CHECKING:
+    from cedar.model.transformer import Transformer
 
 # (what, KV source) -> the pool's bytes of it
 StoredRows = Mapping[tuple[Literal["entries", "keys"], int], Stored]
@@ -147,7 +157,7 @@ class DecodeSlots:
 
 
 class DecodeStep:
-    """One token a row; fulfils `AttentionState` without asking the device anything.
+    """One token a row: where the rows stand and what they read and write, without asking the device anything.
 
     Args:
         slot_T: Each row's slot, int64; idle rows name the one behind the last.
@@ -155,32 +165,33 @@ class DecodeStep:
         context: No row stands at or beyond this token: scans end there.
     """
 
-    def __init__(
-        self,
-        slots: DecodeSlots,
-        rope: Rope,
-        rounding: Rounding,
-        slot_T: Tensor,
-        position_T: Tensor,
-        *,
-        context: int,
-    ) -> None:
-        self.slots, self.rounding, self.context = slots, rounding, context
+    def __init__(self, slots: DecodeSlots, rope: Rope, slot_T: Tensor, position_T: Tensor, *, context: int) -> None:
+        self.slots, self.context = slots, context
         self._rope, self._slot_T, self._position_T = rope, slot_T, position_T
         self._busy_T = slot_T < slots.num_slots
         self._pair_T = self._busy_T & (position_T % 2 == 1)
         self._ring_T = position_T % slots.num_ring
+        self._before_T = (position_T - 1).clamp(min=0)
         self._floor_LT = slots.floor_LS[:, slot_T]
-        self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
+        # entries that rows see, and where theirs go, by ratio
+        self._visible = {ratio: (position_T + 1) // ratio for ratio in (1, 2)}
+        self._places = {ratio: self._entry_place(ratio) for ratio in (1, 2)}
+        self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def positions_T(self) -> Tensor:
-        return self._position_T
+    def rotation(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the rows in a layer of this compression ratio, 0 for a window-only one."""
+        name = "compressed" if ratio else "window"
+        if name not in self._rotations:
+            self._rotations[name] = self._rope(self._position_T, compressed=ratio > 0)
+        return self._rotations[name]
 
-    def rotation(self, *, compressed: bool) -> tuple[Tensor, Tensor]:
-        if compressed not in self._rotations:
-            self._rotations[compressed] = self._rope(self._position_T, compressed=compressed)
-        return self._rotations[compressed]
+    def entry_rotation(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the entries that the rows complete: an entry stands where its first token does."""
+        if ratio == 1:
+            return self.rotation(1)
+        if "pairs" not in self._rotations:
+            self._rotations["pairs"] = self._rope(self._before_T, compressed=True)
+        return self._rotations["pairs"]
 
     def lookbacks(self, ids_T: Tensor) -> Tensor:
         """Raw ids of the rows' tokens and their look-backs, newest first [T, L]; the tokens join the history."""
@@ -196,51 +207,57 @@ class DecodeStep:
         )
         return raw_TSL[:, -1]
 
-    def write_window(self, layer: int, kv_TC: Tensor) -> None:
-        store_rows(kv_TC, self.slots.windows[layer], self._slot_T, self._ring_T, self._busy_T)
+    def write_window(self, layer: int, kv_TC: Tensor, norm: RMSNorm, ratio: int) -> None:
+        """Norm, rotate and keep the rows' window keys."""
+        window = self.slots.windows[layer]
+        places = self._slot_T, self._ring_T, self._busy_T
+        store_normed(kv_TC, norm.weight, norm.eps, *self.rotation(ratio), window, *places)
 
-    def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A pair for every row; those of even positions are not whole, and `write_entries` leaves them out."""
+    def pairs(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """(content, gate) of each row and the row before it [T, 2, C]; one of an even position is no pair yet."""
         num_rows = self.slots.num_tail_rows
         own_T, before_T = self._position_T % num_rows, (self._position_T - 1) % num_rows
         pairs = []
         for ring_SRC, fresh_TC in zip(self.slots.tails[layer], (content_TC, gate_TC), strict=True):
             ring_SRC[self._slot_T, own_T] = fresh_TC
             pairs.append(torch.stack([ring_SRC[self._slot_T, before_T], fresh_TC], dim=1))
-        return pairs[0], pairs[1], (self._position_T - 1).clamp(min=0)
+        return pairs[0], pairs[1]
 
-    def write_entries(self, layer: int, main_EC: Tensor, key_EI: Tensor) -> None:
-        ratio = self._ratio(layer)
-        entry_T = self._position_T // ratio
-        present_T = self._busy_T if ratio == 1 else self._pair_T
-        for what, fresh in (("entries", main_EC), ("keys", key_EI)):
-            place = self._paged(what, layer)
-            per_page = place.stored.codes_PNX.shape[1]
-            page_T = place.page_SP[self._slot_T, entry_T // per_page]
-            store_rows(fresh, place.stored, page_T, entry_T % per_page, present_T)
+    def write_entries(self, source: int, what: Literal["entries", "keys"], rows_TC: Tensor, norm: RMSNorm) -> Tensor:
+        """Norm, rotate and keep what the rows complete; returns the normed rows before their rotation."""
+        ratio = self._ratio(source)
+        stored = self.slots.rows[what, source]
+        rotation, places = self.entry_rotation(ratio), self._places[ratio]
+        return store_normed(rows_TC, norm.weight, norm.eps, *rotation, stored, *places)
 
     def select(
-        self, layer: int, kv_source: int, query_THI: Tensor, weight_TH: Tensor, *, pool: Tensor | None, make_pool: bool
+        self, kv_source: int, query_THI: Tensor, weight_TH: Tensor, *, pool: Tensor | None, make_pool: bool
     ) -> SharedKV:
-        """The selection [T, K], and the pool as numbers of candidate blocks [T, N]."""
+        """The selection [T, K], and the pool as numbers of candidate blocks [T, N].
+
+        Args:
+            query_THI: As the linear gave it: neither rotated nor rounded.
+            weight_TH: Up to a positive factor, which changes no order.
+        """
         indexer, ratio = self.slots.config.indexer, self._ratio(kv_source)
-        keys, visible_T = self._paged("keys", kv_source), (self._position_T + 1) // ratio
+        keys, visible_T = self._paged("keys", kv_source), self._visible[ratio]
         size, num_blocks = indexer.candidate_block_size, indexer.candidate_topk_blocks
+        query = query_THI, *self.rotation(ratio), weight_TH, keys, visible_T
         if pool is not None:
-            score_TP = indexer_ops.paged_pool_scores(query_THI, weight_TH, keys, visible_T, pool, size)
-            place_TK = indexer_ops.top_entries(score_TP, indexer.topk)
-            safe_TK = place_TK.clamp(min=0)
-            selection_TK = pool.gather(1, safe_TK // size) * size + safe_TK % size
-            return SharedKV(selection_TK.masked_fill(place_TK < 0, -1), pool)
-        score_TE = indexer_ops.paged_index_scores(query_THI, weight_TH, keys, visible_T, self.context // ratio)
+            place_TK = indexer_ops.top_entries(indexer_ops.paged_pool_scores(*query, pool, size), indexer.topk)
+            return SharedKV(indexer_ops.pool_members(pool, place_TK, size), pool)
+        score_TE = indexer_ops.paged_index_scores(*query, self.context // ratio)
         selection_TK = indexer_ops.top_entries(score_TE, indexer.topk)
         if make_pool:
             pool = indexer_ops.top_blocks(score_TE, visible_T, block_size=size, topk_blocks=num_blocks)
         return SharedKV(selection_TK, pool)
 
-    def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, kv_source: int | None, query_THC: Tensor, ratio: int, shared: SharedKV, sink_H: Tensor
+    ) -> Tensor:
         return attention_ops.paged_attention(
             query_THC,
+            *self.rotation(ratio),
             self.slots.windows[layer],
             self._slot_T,
             self._position_T,
@@ -251,8 +268,171 @@ class DecodeStep:
             self.slots.config.attention.sliding_window,
         )
 
+    def _entry_place(self, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
+        entry_T, per_page = self._position_T // ratio, PAGE_TOKENS // ratio
+        page_T = self.slots.page_SP[self._slot_T, entry_T // per_page]
+        return page_T, entry_T % per_page, self._busy_T if ratio == 1 else self._pair_T
+
     def _paged(self, what: Literal["entries", "keys"], source: int) -> Paged:
         return Paged(self.slots.rows[what, source], self.slots.page_SP, self._slot_T)
 
     def _ratio(self, source: int) -> int:
         return self.slots.config.attention.compress_ratios[source]
+
+
+class SlotDecoder:
+    """The model's layers for one token a row, in as few kernels as there are steps that depend on each other.
+
+    Linears that read the same rows become one; their weights become views of it, so nothing is held twice.
+
+    Args:
+        model: Its weights must not be rounded on the fly (`Rounding.weights`), as no served model's are.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        assert not model.rounding.weights, "a checkpoint's weights are rounded already"
+        self.model = model
+        self._spec = FP8 if model.rounding.activations else None
+        with torch.inference_mode(False), torch.no_grad():
+            self._layers = [_Layer(block) for block in model.layers]
+
+    def __call__(self, step: DecodeStep, ids_T: Tensor) -> Tensor:
+        """One token of every row: logits float32 [T, V]. A graph may hold the whole call."""
+        model = self.model
+        raw_TL = step.lookbacks(ids_T)
+        streams_TND, premix_TN = model._embed(ids_T, None, model.dtype)
+        compressed_TL, image_T = model._prepare(ids_T, raw_TL)
+        y_TD = post_TN = mixing_TNN = None
+        shared = SharedKV()
+        for layer in self._layers:
+            block = layer.block
+            if block.plan.engram:
+                if y_TD is not None and post_TN is not None and mixing_TNN is not None:
+                    streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
+                streams_TND = self._remember(block.engram, streams_TND, compressed_TL, raw_TL[:, 0] < 0)
+            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            y_TD, shared = self._attend(layer, step, entered, shared)
+            entered = advance(
+                y_TD, entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN, layer.experts,
+                self._spec,
+            )  # fmt: skip
+            gate = block.ffn.gate
+            ids_TK, weights_TK, _ = route(
+                entered.normed_TD, image_T, gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling
+            )
+            y_TD = feed(
+                entered.rounded_TD,
+                ids_TK,
+                weights_TK,
+                layer.feed,
+                limit=block.ffn.experts.limit,
+                round_inner=self._spec is not None,
+            )
+            streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
+            post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
+        assert y_TD is not None and post_TN is not None and mixing_TNN is not None
+        return model._head(expand(y_TD, streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
+
+    def _remember(self, engram: Engram, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor) -> Tensor:
+        table = engram.embed
+        if table.codes is None or table.scales is None:
+            return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
+        addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
+        memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype)
+        kv_TX = _linear(memory_TX, engram.wkv.weight, self._spec)
+        keys = engram.num_streams * engram.hidden
+        key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
+        return engram_gate(
+            streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps
+        )
+
+    def _attend(
+        self, layer: _Layer, step: DecodeStep, entered: Entered, shared: SharedKV
+    ) -> tuple[Tensor, SharedKV]:
+        attention, plan = layer.block.attn, layer.block.plan
+        latent_TX = _linear(entered.rounded_TD, layer.latent)
+        latent_TQ, kv_TC = latent_TX[:, : layer.num_latent], latent_TX[:, layer.num_latent :]
+        step.write_window(plan.layer, kv_TC, attention.kv_norm, plan.ratio)
+        if plan.writes_entries:
+            self._write_entries(layer, step, entered.normed_TD)
+        latent_TQ = norm_round(latent_TQ, attention.q_norm.weight, attention.q_norm.eps, self._spec)
+        query_TX = _linear(latent_TQ, layer.query)
+        num_queries = attention.num_heads * attention.head_dim
+        if plan.selects:
+            assert plan.kv_source is not None
+            indexer = attention.indexer
+            index_THI = query_TX[:, num_queries:].unflatten(-1, (indexer.num_heads, indexer.head_dim))
+            weight_TH = _linear(entered.normed_TD, indexer.weights_proj.weight)
+            full = plan.kind is LayerKind.FULL
+            shared = step.select(
+                plan.kv_source,
+                index_THI,
+                weight_TH,
+                pool=None if full else shared.pool,
+                make_pool=full and plan.decoder,
+            )
+        query_THC = query_TX[:, :num_queries].unflatten(-1, (attention.num_heads, attention.head_dim))
+        output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
+        output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
+        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
+        mixed_TR = grouped_linear(output_TGX, weight_GRX, None).flatten(1)
+        return _linear(mixed_TR, attention.wo_b.weight, self._spec), shared
+
+    def _write_entries(self, layer: _Layer, step: DecodeStep, normed_TD: Tensor) -> None:
+        attention, source = layer.block.attn, layer.block.plan.layer
+        assert layer.entry is not None
+        compressor, indexer = attention.compressor, attention.indexer
+        if compressor.ratio == 1:
+            latent_TC = _linear(normed_TD, layer.entry)
+        else:
+            content_TC, gate_TC = _linear(normed_TD.float(), layer.entry).chunk(2, dim=-1)
+            latent_TC = pool_groups(*step.pairs(source, content_TC, gate_TC)).to(normed_TD.dtype)
+        latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
+        step.write_entries(source, "keys", _linear(latent_TC, indexer.wk.weight), indexer.k_norm)
+
+
+class _Layer:
+    """A block's weights as decoding uses them."""
+
+    def __init__(self, block: Block) -> None:
+        attention, ffn = block.attn, block.ffn
+        self.block = block
+        self.attention = _sublayer(block.hc_attn, block.attn_norm)
+        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
+        self.latent = _joined(attention.wq_a, attention.wkv)
+        self.num_latent = attention.wq_a.weight.shape[0]
+        indexes = [attention.indexer.wq_b] if block.plan.selects else []
+        self.query = _joined(attention.wq_b, *indexes)
+        self.entry: Tensor | None = None
+        if block.plan.writes_entries:
+            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
+            self.entry = _joined(attention.compressor.wkv, *gates)
+        routed, shared = ffn.experts, ffn.shared_experts
+        self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
+
+
+def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
+    return Sublayer(
+        connection.fn,
+        connection.scale,
+        connection.base,
+        norm.weight,
+        connection.iterations,
+        connection.eps,
+        connection.rms_eps,
+        norm.eps,
+    )
+
+
+def _joined(*linears: Linear) -> Tensor:
+    """The weights one below the other; each linear's own becomes a view of its part."""
+    if len(linears) == 1:
+        return linears[0].weight
+    joined = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, joined.split([linear.weight.shape[0] for linear in linears]), strict=True):
+        linear.weight.data = part
+    return joined
+
+
+def _linear(x_TI: Tensor, weight_OI: Tensor, spec: FormatSpec | None = None) -> Tensor:
+    return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), spec).squeeze(1)

@@ -20,7 +20,6 @@ from cedar.kernels.dense import linear
 from cedar.kernels.mhc import collapse
 from cedar.model.batch import BatchStep
 from cedar.model.block import Block
-from cedar.model.decode import DecodeStep
 from cedar.model.engram import TokenMap, lookback_ids
 from cedar.model.layers import RMSNorm, rounded_weight
 from cedar.model.packs import PackState
@@ -263,20 +262,6 @@ class Transformer(nn.Module):
         )
         ids_T = torch.cat(list(ids))
         raw_TL = torch.cat([state.lookbacks(part) for state, part in zip(states, ids, strict=True)])
-        logits_TV = self._decode_rows(step, ids_T, raw_TL)
-        for state, part in zip(states, ids, strict=True):
-            state.advance(part)
-        return list(logits_TV.split(sizes))
-
-    @torch.inference_mode()
-    def decode_slots(self, step: DecodeStep, ids_T: Tensor) -> Tensor:
-        """One token of every row of a step over slots: float32 [T, V].
-
-        Nothing asks the device and no shape depends on data: a graph may hold the whole call.
-        """
-        return self._decode_rows(step, ids_T, step.lookbacks(ids_T))
-
-    def _decode_rows(self, step: BatchStep | DecodeStep, ids_T: Tensor, raw_TL: Tensor) -> Tensor:
         streams_TND, premix_TN = self._embed(ids_T, None, self.dtype)
         compressed_TL, image_T = self._prepare(ids_T, raw_TL)
         shared = SharedKV()
@@ -288,7 +273,9 @@ class Transformer(nn.Module):
             block.attn.write_window(u_TD, step)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
             streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
-        return self._head(streams_TND, premix_TN, step.rounding)
+        for state, part in zip(states, ids, strict=True):
+            state.advance(part)
+        return list(self._head(streams_TND, premix_TN, step.rounding).split(sizes))
 
     def _run(self, state: SequenceState, ids_T: Tensor, image_rows_TD: Tensor | None, last_only: bool) -> Tensor:
         start, stop = state.num_tokens, state.num_tokens + ids_T.shape[0]

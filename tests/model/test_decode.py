@@ -15,7 +15,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import micro, nano
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
-from cedar.model.decode import DecodeSlots, DecodeStep
+from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_model
@@ -50,6 +50,7 @@ class Rig:
 
     def __init__(self, model: Transformer, lengths: list[int], num_slots: int | None = None) -> None:
         self.model, config = model, model.config
+        self.decoder = SlotDecoder(model)
         self.cache = CacheManager(config, num_pages=40, dtype=model.dtype)
         layout = PageLayout(config)
         rows = {
@@ -85,10 +86,9 @@ class Rig:
     def step(self, ids: list[int], *, idle: int = 0, context: int = 512) -> Tensor:
         slot_T = torch.tensor([*range(len(ids)), *[self.slots.num_slots] * idle])
         position_T = torch.tensor([*(state.num_tokens for state in self.paged), *[0] * idle])
-        step = DecodeStep(
-            self.slots, self.model.rope, self.model.rounding, slot_T, position_T, context=context
-        )
-        logits_TV = self.model.decode_slots(step, torch.tensor([*ids, *[0] * idle]))
+        step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=context)
+        with torch.inference_mode():
+            logits_TV = self.decoder(step, torch.tensor([*ids, *[0] * idle]))
         for slot, state in enumerate(self.paged):
             self.slots.stepped(state, slot)
         return logits_TV[: len(ids)]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.kernels import attention as ops
+from cedar.kernels.dense import rotate
 from cedar.kernels.pages import Paged, Stored, load_rows
 
 
@@ -36,6 +37,8 @@ def attention(
 
 def paged_attention(
     query_THC: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
     window: Stored,
     slot_T: Tensor,
     position_T: Tensor,
@@ -45,6 +48,7 @@ def paged_attention(
     sink_H: Tensor,
     num_window: int,
 ) -> Tensor:
+    query_THC = rotate(query_THC, cos_TR, sin_TR)
     place_TW = position_T.unsqueeze(-1) + torch.arange(1 - num_window, 1, device=position_T.device)
     visible_TW = place_TW >= floor_T.unsqueeze(-1)
     ring_TW = place_TW % window.codes_PNX.shape[1]
@@ -52,14 +56,16 @@ def paged_attention(
     # a row that nobody wrote may decode to NaN, which a weight of zero would not silence
     window_TWC = window_TWC.masked_fill(~visible_TW.unsqueeze(-1), 0)
     if entries is None or selection_TK is None:
-        return ops.attention(query_THC, window_TWC, visible_TW, None, None, sink_H)
+        output_THC = ops.attention(query_THC, window_TWC, visible_TW, None, None, sink_H)
+        return rotate(output_THC, cos_TR, -sin_TR)
     present_TK = selection_TK >= 0
     index_TK = selection_TK.clamp(min=0)
     per_page = entries.stored.codes_PNX.shape[1]
     page_TK = entries.page_SP[entries.slot_T].gather(1, index_TK // per_page)
     entry_TKC = load_rows(entries.stored, page_TK, index_TK % per_page, query_THC.dtype)
     entry_TKC = entry_TKC.masked_fill(~present_TK.unsqueeze(-1), 0)
-    return ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
+    output_THC = ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
+    return rotate(output_THC, cos_TR, -sin_TR)
 
 
 def masked_attention(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.formats.spec import FP8
+from cedar.kernels.quantize import dequantize_rows
+
 
 def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, offset_K: Tensor) -> Tensor:
     num_heads = prime_K.shape[0] // (multiplier_L.shape[0] - 1)
@@ -37,3 +40,16 @@ def engram_gate(
     gate_TN = torch.sigmoid(torch.copysign(dot_TN.abs().clamp(min=1e-6).sqrt(), dot_TN))
     gate_TN = gate_TN.masked_fill(dead_T.unsqueeze(-1), 0.0)
     return (stream32 + gate_TN.unsqueeze(-1) * value_TD.float().unsqueeze(1)).to(streams_TND.dtype)
+
+
+def engram_memory(
+    compressed_TL: Tensor,
+    multiplier_L: Tensor,
+    prime_K: Tensor,
+    offset_K: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    row_TK = engram_rows(compressed_TL, multiplier_L, prime_K, offset_K)
+    return dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)

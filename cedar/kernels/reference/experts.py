@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cedar.formats.spec import FP8
+from cedar.kernels import experts as ops
 from cedar.kernels.dense import linear, swiglu
 from cedar.kernels.quantize import round_rows
 
@@ -57,3 +58,12 @@ def experts(
             inner = round_rows(inner, FP8)
         output_TD = output_TD.index_add(0, row, linear(inner, w2_EDI[expert]).float())
     return output_TD
+
+
+def feed(
+    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: ops.Weights, limit: float, round_inner: bool
+) -> Tensor:
+    routed_TD = ops.experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=round_inner)
+    inner_TI = swiglu(linear(u_TD, weights.shared1_ID), linear(u_TD, weights.shared3_ID), limit).to(u_TD.dtype)
+    shared_TD = linear(round_rows(inner_TI, FP8) if round_inner else inner_TI, weights.shared2_DI)
+    return (routed_TD + shared_TD.float()).to(u_TD.dtype)

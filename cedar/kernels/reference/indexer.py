@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cedar.kernels.indexer import mask_to_index, topk_mask as exact_topk
+from cedar.formats.spec import FP4_INDEX
+from cedar.kernels import indexer as ops
+from cedar.kernels.dense import rotate
 from cedar.kernels.pages import Paged, load_rows
+from cedar.kernels.quantize import round_rows
 
 
 def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
@@ -21,15 +24,30 @@ def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor)
 
 
 def paged_index_scores(
-    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, num_entries: int
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    num_entries: int,
 ) -> Tensor:
+    query_THI = round_rows(rotate(query_THI, cos_TR, sin_TR), FP4_INDEX)
     entry_TE = torch.arange(num_entries, device=visible_T.device).expand(visible_T.shape[0], -1)
     return _scores_at(query_THI, weight_TH, keys, entry_TE, entry_TE < visible_T.unsqueeze(-1))
 
 
 def paged_pool_scores(
-    query_THI: Tensor, weight_TH: Tensor, keys: Paged, visible_T: Tensor, block_TN: Tensor, block_size: int
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    block_TN: Tensor,
+    block_size: int,
 ) -> Tensor:
+    query_THI = round_rows(rotate(query_THI, cos_TR, sin_TR), FP4_INDEX)
     member_TNM = block_TN.unsqueeze(-1) * block_size + torch.arange(block_size, device=block_TN.device)
     member_TP = member_TNM.flatten(1)
     return _scores_at(query_THI, weight_TH, keys, member_TP, (member_TP >= 0) & (member_TP < visible_T.unsqueeze(-1)))
@@ -45,7 +63,7 @@ def _scores_at(query_THI: Tensor, weight_TH: Tensor, keys: Paged, entry_TE: Tens
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
-    return mask_to_index(exact_topk(score_TE, k), k)
+    return ops.mask_to_index(ops.topk_mask(score_TE, k), k)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.kernels import pages as ops
+from cedar.kernels.dense import rms_norm, rotate
 from cedar.kernels.pages import Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 
@@ -17,3 +19,20 @@ def store_rows(rows_TC: Tensor, stored: Stored, page_T: Tensor, row_T: Tensor, p
 
 def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_rows(stored.codes_PNX[page, row], stored.scales_PNG[page, row], stored.spec, dtype)
+
+
+def store_normed(
+    x_TC: Tensor,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+) -> Tensor:
+    normed_TC = rms_norm(x_TC, gain_C, eps)
+    turned_TC = rotate(normed_TC.unsqueeze(1), cos_TR, sin_TR).squeeze(1)
+    ops.store_rows(turned_TC, stored, page_T, row_T, present_T)
+    return normed_TC
