@@ -364,35 +364,60 @@ app.add_typer(evaluate, name="eval")
 @train.command("prepare")
 def prepare_data(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the data folder goes.")] = Path("runs/data"),
-    texts: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `text`.")] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]DIR", help="JSON lines (.zst) with `text`, the corpus NAME (stories); repeat."),
+    ] = None,
     chats: Annotated[Path | None, typer.Option(metavar="DIR", help="JSON lines (.zst) with `messages`.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the tokenizer: nano 512, micro 1024, mini 2048.")] = 1024,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Use this tokenizer.json instead of training one.")
     ] = None,
     order: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ids in the order in which texts are taken, first column.")
+        list[str] | None,
+        typer.Option(metavar="[NAME=]FILE", help="Ids in the order in which texts are taken, first column."),
     ] = None,
-    max_characters: Annotated[int | None, typer.Option(help="Stop after so many characters of text.")] = None,
-    chat_source: Annotated[list[str] | None, typer.Option(help="Take chats of this source alone; repeat.")] = None,
+    max_characters: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]N", help="Stop a corpus after so many characters.")
+    ] = None,
+    chat_source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]SOURCE", help="Take chats of this source alone, for NAME (instruct); repeat."),
+    ] = None,
+    max_chat_tokens: Annotated[int, typer.Option(min=16, help="Leave out chats that are longer.")] = 2048,
 ) -> None:
     """Tokenise text and chats into a data folder; files named validation-* are held out."""
     from cedar.chat.tokenizer import Tokenizer
     from cedar.errors import ConfigError
-    from cedar.train import run as runs
+    from cedar.train.prepare import prepare
 
-    if texts is None and chats is None:
+    if not texts and chats is None:
         raise ConfigError("nothing to prepare: name a folder with --texts, --chats or both")
-    runs.prepare(
+    sources: dict[str, list[str]] = {}
+    for name, source in _named(chat_source, "instruct"):
+        sources.setdefault(name, []).append(source)
+    limits = {}
+    for name, value in _named(max_characters, "stories"):
+        if not value.isdecimal():
+            raise ConfigError(f"--max-characters {value!r} is no number, expected N or NAME=N")
+        limits[name] = int(value)
+    prepare(
         out,
-        texts=texts,
+        texts=dict(_named(texts, "stories")),
         chats=chats,
         vocab_size=vocab_size,
-        order=order,
-        max_characters=max_characters,
-        chat_sources=chat_source or (),
+        order=dict(_named(order, "stories")),
+        max_characters=limits,
+        chat_sources=sources or None,
+        max_chat_tokens=max_chat_tokens,
         tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer),
     )
+
+
+def _named(values: list[str] | None, default: str) -> list[tuple[str, str]]:
+    """`NAME=VALUE` or `VALUE` -> (name, value)."""
+    pairs = [value.partition("=") for value in values or ()]
+    return [(name, value) if mark else (default, name) for name, mark, value in pairs]
 
 
 @train.command("run")

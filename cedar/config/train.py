@@ -122,6 +122,8 @@ class StageConfig:
             index, weights; `serving` stands for all five.
         replay_share: Part of the samples trained as bounded decoder replay leaves them: rows before the
             last window of a prompt are not learnt from, and not seen by the decoder's windows.
+        encoder_replay_share: Part of the samples trained as a cache miss leaves them: a window of rows is run
+            again at a random place, and what follows sees no window key before it (training.md 1.10.3).
     """
 
     name: str
@@ -131,6 +133,7 @@ class StageConfig:
     dense_share: float = 0.5
     rounding: tuple[str, ...] = ()
     replay_share: float = 0.0
+    encoder_replay_share: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.share > 0, f"stage {self.name!r}: share is {self.share}, expected a positive number")
@@ -143,7 +146,7 @@ class StageConfig:
             bool(self.mixture) and all(weight > 0 for weight in self.mixture.values()),
             f"stage {self.name!r}: mixture is {self.mixture}, expected a positive weight for each source",
         )
-        for name in ("dense_share", "replay_share"):
+        for name in ("dense_share", "replay_share", "encoder_replay_share"):
             value = getattr(self, name)
             _require(0 <= value <= 1, f"stage {self.name!r}: {name} is {value}, expected 0..1")
         self.roundings()
@@ -172,6 +175,7 @@ class TrainConfig:
         row_tokens: Length of a packed row.
         rows: Rows of one step, over all its micro-batches.
         micro_batches: Passes of a step; only memory depends on it, the gradient does not.
+        graphs: On a GPU, capture each kind of pass once and replay it; off starts every kernel anew.
         steps: Length of the run; a time budget replaces it.
         index_loss_weight: Of the indexer's KL; its inputs are detached, so 1 is safe (training.md 1.3).
         save_every: Steps between checkpoints; `keep` of them stay.
@@ -186,6 +190,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...]
     model: tuple[str, ...] = ()
     micro_batches: int = 1
+    graphs: bool = True
     index_loss_weight: float = 1.0
     log_every: int = 10
     save_every: int = 500

@@ -35,6 +35,10 @@ class PackState:
     Attributes:
         segment_start_BS: First row of each row's sample; even, since a pair never straddles two samples.
         decoder_floor_BS: Decoder layers' windows start not before this row (replay masks), or None.
+        replay_start_BS: First of the window's worth of rows by which this row's sample repeats the rows before
+            them, any row beyond the pack where it repeats none; even. None if no sample does. Rows from there
+            on see no window key before it, and what the repeated rows leave as entries is nobody's: encoder
+            replay on a cache miss (training.md 1.10.3).
         topk: Entries a row selects; None means all visible.
         collect: Keep what the auxiliary losses read.
     """
@@ -46,6 +50,7 @@ class PackState:
     form: Literal["masked", "gathered"]
     topk: int | None
     decoder_floor_BS: Tensor | None = None
+    replay_start_BS: Tensor | None = None
     selection_rule: SelectionRule = "learned"
     collect: bool = False
     index_groups: list[IndexGroup] = field(default_factory=list)
@@ -55,6 +60,11 @@ class PackState:
         num_packs, num_rows = self.segment_start_BS.shape
         self._row_S = torch.arange(num_rows, device=self.segment_start_BS.device)
         self._position_BS = self._row_S - self.segment_start_BS
+        self._window_start_BS = self.segment_start_BS
+        if self.replay_start_BS is not None:
+            replays_BS = self._row_S >= self.replay_start_BS
+            self._position_BS = self._position_BS - replays_BS * self.config.attention.sliding_window
+            self._window_start_BS = torch.where(replays_BS, self.replay_start_BS, self.segment_start_BS)
         self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         self._window_BSC = torch.empty(0)
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -126,7 +136,7 @@ class PackState:
         return SharedKV(selection_BSE, self._masked_pool(ranked_BSE, kv_source) if make_pool else pool)
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
-        start_BS = self.segment_start_BS
+        start_BS = self._window_start_BS
         if self.decoder_floor_BS is not None and layer >= self.config.boundary_layer_id:
             start_BS = torch.maximum(start_BS, self.decoder_floor_BS)
         if self.form == "gathered":
@@ -153,7 +163,19 @@ class PackState:
         ratio, num_entries = self._kv_ratio[kv_source], self._entries[kv_source][0].shape[1]
         entry_E = torch.arange(num_entries, device=self._row_S.device)
         reached_SE = (entry_E + 1) * ratio <= self._row_S.unsqueeze(-1) + 1
-        return reached_SE & (entry_E * ratio >= self.segment_start_BS.unsqueeze(-1))
+        visible_BSE = reached_SE & (entry_E * ratio >= self.segment_start_BS.unsqueeze(-1))
+        if self.replay_start_BS is None:
+            return visible_BSE
+        # a repeated row sees what its first self saw: entries up to its position, by whichever row wrote them
+        first_BE = self._position_BS[:, : num_entries * ratio : ratio]
+        reached_BSE = first_BE.unsqueeze(1) + ratio <= self._position_BS.unsqueeze(-1) + 1
+        return visible_BSE & reached_BSE & ~self._repeated(ratio)[:, :num_entries].unsqueeze(1)
+
+    def _repeated(self, ratio: int) -> Tensor:
+        """bool [B, S / ratio]: entries that a sample's repeated rows wrote."""
+        assert self.replay_start_BS is not None
+        since_BS = self._row_S - self.replay_start_BS
+        return ((since_BS >= 0) & (since_BS < self.config.attention.sliding_window))[:, ::ratio]
 
     def _masked_pool(self, score_BSE: Tensor, kv_source: int) -> Tensor:
         """The candidate pool as a mask over entries; blocks are counted from each sample's first entry."""
@@ -164,6 +186,15 @@ class PackState:
         entry_E = torch.arange(num_entries, device=score_BSE.device)
         # column e of the relative scores is the e-th entry of the row's own sample
         source_BSE = entry_E + first_BS1
+        back_BSE = entry_E - first_BS1
+        own_BSE = back_BSE >= 0
+        if self.replay_start_BS is not None:
+            # the entries of repeated rows stand between the others and count for none
+            repeated_BS1 = (self.replay_start_BS // ratio).unsqueeze(-1)
+            num_repeated = self.config.attention.sliding_window // ratio
+            source_BSE = source_BSE + num_repeated * (source_BSE >= repeated_BS1)
+            own_BSE = own_BSE & ~self._repeated(ratio)[:, :num_entries].unsqueeze(1)
+            back_BSE = back_BSE - num_repeated * (entry_E >= repeated_BS1 + num_repeated)
         relative_BSE = score_BSE.gather(-1, source_BSE.clamp(max=num_entries - 1))
         relative_BSE = relative_BSE.masked_fill(source_BSE >= num_entries, -torch.inf)
         block_TN = indexer_ops.candidate_blocks(
@@ -173,8 +204,7 @@ class PackState:
             topk_blocks=indexer.candidate_topk_blocks,
         )
         member_TE = block_TN.repeat_interleave(indexer.candidate_block_size, dim=-1)[:, :num_entries]
-        back_BSE = (entry_E - first_BS1).clamp(min=0)
-        return member_TE.view_as(score_BSE).gather(-1, back_BSE) & (entry_E >= first_BS1)
+        return member_TE.view_as(score_BSE).gather(-1, back_BSE.clamp(min=0)) & own_BSE
 
     def _select_gathered(
         self,

@@ -102,6 +102,7 @@ class Transformer(nn.Module):
         rounding: Rounding | None = None,
         topk: int | Literal["all"] | None = None,
         window_floor_BS: Tensor | None = None,
+        replay_start_BS: Tensor | None = None,
         image_rows_BSD: Tensor | None = None,
         selection: SelectionRule = "learned",
         form: Literal["masked", "gathered"] = "masked",
@@ -117,6 +118,8 @@ class Transformer(nn.Module):
             rounding: Which roundings are on; the model's own by default.
             topk: Entries a row selects, instead of the config's; `all` attends to every visible one.
             window_floor_BS: First row that the decoder layers' windows may reach (replay masks).
+            replay_start_BS: First of the window's worth of rows by which a sample repeats the rows before them, as a
+                cache miss makes the encoder run them again; any row beyond the pack where there are none.
             image_rows_BSD: Embeddings that replace those of image tokens.
             selection: `random` takes random visible entries everywhere (a control).
             form: `masked` for training; `gathered` is the arithmetic of prefill and decode.
@@ -131,8 +134,11 @@ class Transformer(nn.Module):
             raise ShapeError(
                 f"forward: ids have shape {tuple(ids_BS.shape)}, expected (packs, rows) with at least one row"
             )
-        if form == "gathered" and (segment_start_BS is not None or window_floor_BS is not None or collect):
-            raise ShapeError("forward: the gathered form takes one sample a pack, no window floor and collects nothing")
+        floors = window_floor_BS is not None or replay_start_BS is not None
+        if form == "gathered" and (segment_start_BS is not None or floors or collect):
+            raise ShapeError(
+                "forward: the gathered form takes one sample a pack, no window floor, no replay, and collects nothing"
+            )
         start_BS = torch.zeros_like(ids_BS) if segment_start_BS is None else segment_start_BS
         state = PackState(
             config=config,
@@ -142,6 +148,7 @@ class Transformer(nn.Module):
             form=form,
             topk=None if topk == "all" else config.indexer.topk if topk is None else topk,
             decoder_floor_BS=window_floor_BS,
+            replay_start_BS=replay_start_BS,
             selection_rule=selection,
             collect=collect,
         )
@@ -151,6 +158,14 @@ class Transformer(nn.Module):
             num_lookbacks=config.engram.max_ngram_size,
             image_token_id=config.image_token_id,
         )
+        if replay_start_BS is not None:
+            window = config.attention.sliding_window
+            if window % 2:
+                raise ShapeError(f"forward: replay of a window of {window} rows would part a pair; it must be even")
+            # a repeated row looks back at what its first self looked back at
+            row_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            repeats_BS = (row_S >= replay_start_BS) & (row_S < replay_start_BS + window)
+            raw_BSL = torch.where(repeats_BS.unsqueeze(-1), raw_BSL.roll(window, dims=1), raw_BSL)
         image_rows_TD = None if image_rows_BSD is None else image_rows_BSD.flatten(0, 1)
         dtype = self.dtype if compute_dtype is None else compute_dtype
         streams_TND, premix_TN = self._embed(ids_BS.flatten(), image_rows_TD, dtype)

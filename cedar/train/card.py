@@ -120,12 +120,20 @@ def _data(recipe: Mapping[str, Any]) -> str:
     known = {
         "stories": "`stories`: public-domain books in English, the simplest first, from Project Gutenberg and like "
         "collections",
-        "instruct": "`instruct`: short question templates and story tasks made for this project; the story tasks "
-        "quote the same books",
+        "docs": "`docs`: documentation of programming languages and tools under permissive licences",
+        "instruct": "`instruct`: short question templates and story tasks made for this project (the story tasks "
+        "quote the same books), school sums of GSM8K, hand-written tasks of self-instruct",
+        "tools": "`tools`: short chats with tool calls made for this project",
         "lookup": "`lookup`: texts with records in them and questions about the records, generated",
         "restate": "`restate`: records told and told again, generated",
         "pairs": "`pairs`: random key-value pairs, generated",
         "copy": "`copy`: repeated spans of random tokens, generated",
+        "needles": "`needles`: several records asked for at once, generated",
+        "passkey": "`passkey`: one key in a long text, generated",
+        "ngram": "`ngram`: a random language of known entropy, generated",
+        "mqar": "`mqar`: many queries of random key-value pairs, generated",
+        "arithmetic": "`arithmetic`: sums modulo a small number with their steps, generated",
+        "code": "`code`: small classes from a template, generated",
     }
     lines = "\n".join(f"- {known.get(name, f'`{name}`: a corpus of the user')}." for name in sources)
     return f"""## Data and licence

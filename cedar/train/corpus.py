@@ -1,7 +1,7 @@
 """JSON lines of text or chats -> tokens on disk, read back without copying.
 
 A prepared folder holds `tokenizer.json` and one folder a corpus: `tokens.npy` (uint16), `starts.npy` (where
-each document begins, and the end), for chats `learn.npy` (which tokens the model is to produce), and
+each document begins, and the end), for chats `learn.npy` (a bit a token: is the model to produce it), and
 `corpus.json`, which says what the rest must be. Nothing here needs torch.
 """
 
@@ -22,14 +22,14 @@ import numpy.typing as npt
 from cedar.chat.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from cedar.errors import ConfigError, FormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # zstd windows above this need the reader's consent: 2**27 is what `zstd --long=27` writes
 _ZSTD_WINDOW = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Tokens of one prepared folder, memory-mapped.
+    """Tokens of one prepared folder; tokens and starts are memory-mapped.
 
     Attributes:
         tokens: uint16 [N].
@@ -226,7 +226,7 @@ def _write(
     np.save(folder / "tokens.npy", joined)
     np.save(folder / "starts.npy", starts)
     if learn:
-        np.save(folder / "learn.npy", np.concatenate(learn))
+        np.save(folder / "learn.npy", np.packbits(np.concatenate(learn)))
     info = {
         "format": FORMAT_VERSION,
         "source": source,
@@ -270,7 +270,10 @@ def open_corpus(folder: str | Path, tokenizer: Tokenizer) -> Corpus:
         )
     tokens = _map(folder / "tokens.npy", np.dtype(np.uint16), info["tokens"])
     starts = _map(folder / "starts.npy", np.dtype(np.int64), info["documents"] + 1)
-    learn = _map(folder / "learn.npy", np.dtype(np.bool_), info["tokens"]) if info["learn"] else None
+    learn = None
+    if info["learn"]:
+        bits = _map(folder / "learn.npy", np.dtype(np.uint8), (info["tokens"] + 7) // 8)
+        learn = np.unpackbits(bits, count=info["tokens"]).astype(np.bool_)
     if zlib.crc32(tokens.tobytes()) != info["crc32"] or (np.diff(starts) <= 0).any() or starts[-1] != len(tokens):
         raise FormatError(f"{folder} is damaged: its bytes differ from what was written; prepare the corpus again")
     return Corpus(folder=folder, tokens=tokens, starts=starts, learn=learn, info=info)

@@ -22,7 +22,8 @@ from cedar.chat.tokenizer import PAD, Tokenizer
 from cedar.config.train import StageConfig, TrainConfig
 from cedar.errors import ConfigError
 from cedar.train.corpus import Corpus, open_corpus
-from cedar.train.tasks import Sample, Tasks
+from cedar.train.sample import Sample
+from cedar.train.tasks import Tasks
 
 # what is left of a row below this is padding
 _SHORTEST = 16
@@ -37,6 +38,8 @@ class Batch:
         targets_BS: int32; the token to predict at this row, -1 where nothing is learnt.
         segment_start_BS: int32; row at which this row's sample begins.
         window_floor_BS: int32; first row that the decoder's windows may see from here.
+        replay_start_BS: int32; first of the rows by which this row's sample repeats a window of itself, the
+            row's length where it repeats none.
         sample_BS: int32; number of the row's sample within the batch, -1 for padding.
         num_samples: How many there are.
         dense: Attention sees every visible entry.
@@ -48,23 +51,31 @@ class Batch:
     targets_BS: Tensor
     segment_start_BS: Tensor
     window_floor_BS: Tensor
+    replay_start_BS: Tensor
     sample_BS: Tensor
     num_samples: int
     dense: bool
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies overlap where the source is pinned."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Called by the loader on a machine with a GPU."""
-        return self._each(Tensor.pin_memory)
+        return self.each(Tensor.pin_memory)
 
     def rows(self, start: int, stop: int) -> Batch:
         """A micro-batch; sample numbers stay those of the whole batch."""
-        return self._each(lambda tensor: tensor[start:stop])
+        return self.each(lambda tensor: tensor[start:stop])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def copy_(self, other: Batch) -> None:
+        """Take another batch's tensors into this one's memory."""
+        for f in fields(self):
+            if f.name.endswith("_BS"):
+                getattr(self, f.name).copy_(getattr(other, f.name))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
         changed: dict[str, Any] = {
             f.name: change(getattr(self, f.name)) for f in fields(self) if f.name.endswith("_BS")
         }
@@ -90,9 +101,11 @@ class Batches:
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, corpora: dict[str, Corpus], *, window: int) -> None:
         self.config = config
         self.window = window
-        self.tasks = Tasks(tokenizer, corpora, held_out=config.data.held_out_names)
+        self.tasks = Tasks(tokenizer, corpora, held_out=config.data.held_out_names, window=window)
         self._pad = tokenizer.special[PAD]
         for stage in config.stages:
+            if stage.encoder_replay_share and window % 2:
+                raise ConfigError(f"stage {stage.name!r} replays windows of {window} rows; that must be even")
             unknown = sorted(set(stage.mixture) - set(self.tasks.sources))
             if unknown:
                 raise ConfigError(
@@ -108,22 +121,29 @@ class Batches:
         targets = np.full(shape, -1, np.int32)
         start = np.zeros(shape, np.int32)
         floor = np.zeros(shape, np.int32)
+        replay = np.full(shape, self.config.row_tokens, np.int32)
         number = np.full(shape, -1, np.int32)
         samples = 0
         for row in range(self.config.rows):
             rng = np.random.default_rng((self.config.seed, step, row))
             at = 0
-            for sample in self._row(rng, config):
-                stop = at + len(sample.ids)
-                ids[row, at:stop] = sample.ids
-                targets[row, at : stop - 1] = np.where(sample.learn[1:], sample.ids[1:].astype(np.int32), -1)
+            for sample, cached in self._row(rng, config):
+                length = len(sample.ids)
+                target = np.full(length, -1, np.int32)
+                target[:-1] = np.where(sample.learn[1:], sample.ids[1:].astype(np.int32), -1)
+                lowest = np.zeros(length, np.int32)
+                if rng.random() < config.replay_share:
+                    lowest, learnt = _replayed(rng, sample, self.window)
+                    target[~learnt] = -1
+                rows, target, lowest = _repeated(sample.ids, target, lowest, cached, self.window)
+                stop = at + len(rows)
+                ids[row, at:stop], targets[row, at:stop] = rows, target
                 number[row, at:stop] = samples
                 # padding up to the next even row belongs to the sample before it, which cannot see it
                 start[row, at:] = floor[row, at:] = at
-                if rng.random() < config.replay_share:
-                    lowest, learnt = _replayed(rng, sample, self.window)
-                    floor[row, at:stop] = at + lowest
-                    targets[row, at:stop][~learnt] = -1
+                floor[row, at:stop] = at + lowest
+                if cached is not None:
+                    replay[row, at : stop + stop % 2] = at + cached
                 samples += 1
                 at = stop + stop % 2
         dense = bool(np.random.default_rng((self.config.seed, step)).random() < config.dense_share)
@@ -134,13 +154,17 @@ class Batches:
             targets_BS=torch.from_numpy(targets),
             segment_start_BS=torch.from_numpy(start),
             window_floor_BS=torch.from_numpy(floor),
+            replay_start_BS=torch.from_numpy(replay),
             sample_BS=torch.from_numpy(number),
             num_samples=samples,
             dense=dense,
         )
 
-    def _row(self, rng: np.random.Generator, stage: StageConfig) -> Iterator[Sample]:
-        """Samples that fill one row: spans of a drawn length, each filled from one source."""
+    def _row(self, rng: np.random.Generator, stage: StageConfig) -> Iterator[tuple[Sample, int | None]]:
+        """Samples that fill one row: spans of a drawn length, each filled from one source.
+
+        With each comes the number of its tokens after which a window of them is run again, or None.
+        """
         names = list(stage.mixture)
         weights = np.array([stage.mixture[name] for name in names])
         weights = weights / weights.sum()
@@ -151,15 +175,24 @@ class Batches:
             source = names[int(rng.choice(len(names), p=weights))]
             used = 0
             # a span holds one source, so that the weights are shares of the tokens
-            while span - used >= _SHORTEST:
-                made = (self.tasks.maker(name)(rng, span - used) for name in (source, *names))
+            while (room := span - used) >= _SHORTEST:
+                replays = stage.encoder_replay_share > 0 and rng.random() < stage.encoder_replay_share
+                # the window to repeat, a window before the cut, and something after it
+                replays = replays and room >= 3 * self.window
+                room -= self.window if replays else 0
+                made = (self.tasks.maker(name)(rng, room) for name in (source, *names))
                 # a source may have nothing this short: the next one stands in
                 sample = next((sample for sample in made if sample is not None), None)
                 if sample is None:
                     break
-                assert 0 < len(sample.ids) <= span - used
-                yield sample
-                used += len(sample.ids) + len(sample.ids) % 2
+                length = len(sample.ids)
+                assert 0 < length <= room
+                cached = None
+                if replays and length > self.window + 4:
+                    cached = 2 * int(rng.integers(self.window // 2 + 1, length // 2))
+                    length += self.window
+                yield sample, cached
+                used += length + length % 2
             left -= used or span
 
 
@@ -187,6 +220,30 @@ def _replayed(
         learnt[prompt - 1 : stop - 1] = True
         previous = stop
     return floor, learnt
+
+
+def _repeated(
+    ids: npt.NDArray[np.uint16],
+    target: npt.NDArray[np.int32],
+    lowest: npt.NDArray[np.int32],
+    cached: int | None,
+    window: int,
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """A sample's rows, targets and decoder floors with the window before row `cached` run again after it.
+
+    Nothing is learnt from the repeated rows; floors that lie in them or behind them move with them.
+
+    Source: training.md 1.10.3.
+    """
+    if cached is None:
+        return ids, target, lowest
+    again = slice(cached - window, cached)
+    moved = lowest + window * (lowest >= cached - window)
+    return (
+        np.concatenate([ids[:cached], ids[again], ids[cached:]]),
+        np.concatenate([target[:cached], np.full(window, -1, np.int32), target[cached:]]),
+        np.concatenate([lowest[:cached], moved[again], moved[cached:]]).astype(np.int32),
+    )
 
 
 class _Steps(Dataset[Batch]):

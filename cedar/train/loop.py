@@ -24,9 +24,10 @@ from cedar.checkpoint.resume import TrainState, load_newest, save_state
 from cedar.config.train import TrainConfig, train_config_to_dict
 from cedar.errors import CedarError, FormatError
 from cedar.model.transformer import Transformer
-from cedar.train import balance, losses
+from cedar.train import balance
 from cedar.train.data import Batch, Batches, stream
 from cedar.train.optim.groups import Optimizers
+from cedar.train.passes import Passes, PassSums
 from cedar.train.schedule import rate_at, stage_at
 
 # a run that cannot make one good step out of this many is over
@@ -122,6 +123,7 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
         self.compute_dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+        self.passes = Passes(model, config, self.compute_dtype)
         self.step = 0
         self.stage = 0
         self.total_steps = config.steps
@@ -137,40 +139,17 @@ class Trainer:
         the batch. The count of the indexers' loss is known only after the last pass; its gradients, which no
         other loss reaches, are scaled then.
         """
-        config, stage = self.config, self.config.stages[batch.stage]
+        config = self.config
         rate = config.optim.learning_rate * rate_at(self.step, self.total_steps, config.schedule)
         learnt = max(1, int((batch.targets_BS >= 0).sum()))
-        batch = batch.to(self.model.device)
-        micro_rows = config.rows // config.micro_batches
-        totals, loads, recall = torch.zeros(3, device=self.model.device), torch.zeros(()), None
-        for start in range(0, config.rows, micro_rows):
-            part = batch.rows(start, start + micro_rows)
-            output = self.model(
-                part.ids_BS.long(),
-                segment_start_BS=part.segment_start_BS.long(),
-                window_floor_BS=part.window_floor_BS.long() if stage.replay_share else None,
-                rounding=stage.roundings(),
-                topk="all" if batch.dense else None,
-                collect=True,
-                compute_dtype=self.compute_dtype,
-            )
-            loss_sum, _ = losses.next_token(output.logits_BSV.flatten(0, 1), part.targets_BS.long().flatten())
-            index_sum, index_rows = losses.index_divergence(output.index_groups)
-            sample_T = part.sample_BS.long().flatten()
-            balance_sum, _ = losses.sequence_balance(output.routers, sample_T, batch.num_samples)
-            balance_loss = config.balance.loss_weight * balance_sum / batch.num_samples
-            (loss_sum / learnt + index_sum / learnt + balance_loss).backward()
-            totals += torch.stack([loss_sum, index_sum, index_rows.float()]).detach()
-            loads = loads.to(totals.device) + losses.expert_loads(output.routers, sample_T)
-            if measure_recall and recall is None and batch.dense:
-                recall = float(losses.index_recall(output.index_groups, 8, self.model.config.indexer.topk))
-            num_groups = len(output.index_groups)
-        self._scale_index_gradients(config.index_loss_weight * num_groups * learnt / totals[2].clamp(min=1))
-        loss, index_loss, load, norm, skipped = self._check(totals, loads, learnt)
+        sums = self.passes.run(batch.to(self.model.device), measure_recall=measure_recall)
+        factor = config.index_loss_weight * sums.num_groups * learnt
+        self._scale_index_gradients(factor / sums.totals_3[2].clamp(min=1))
+        loss, index_loss, load, norm, skipped = self._check(sums, learnt)
         if not skipped:
             self.optimizers.step(rate)
-            balance.update(self.biases, loads, balance.speed_at(self.step, config.balance))
-        self.model.zero_grad(set_to_none=True)
+            balance.update(self.biases, sums.load_LE, balance.speed_at(self.step, config.balance))
+        self.passes.clear()
         self.step += 1
         self.stage = batch.stage
         self.tokens_seen += batch.ids_BS.numel()
@@ -178,7 +157,7 @@ class Trainer:
             step=self.step,
             loss=loss,
             index_loss=index_loss,
-            index_recall=recall,
+            index_recall=None if sums.recall is None else float(sums.recall),
             load=load,
             grad_norm=norm,
             rate=rate,
@@ -192,11 +171,11 @@ class Trainer:
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def _check(self, totals: Tensor, loads: Tensor, learnt: int) -> tuple[float, float, float, float, str]:
+    def _check(self, sums: PassSums, learnt: int) -> tuple[float, float, float, float, str]:
         """(loss, index loss, load, gradient norm, why to skip): everything the host must know, in one transfer."""
         named = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
-        values = torch.cat([totals, balance.spread(loads).reshape(1), norms.float()]).tolist()
+        values = torch.cat([sums.totals_3, balance.spread(sums.load_LE).reshape(1), norms.float()]).tolist()
         loss_sum, index_sum, index_rows, load = values[:4]
         loss, index_loss = loss_sum / learnt, index_sum / max(1.0, index_rows)
         norm = math.sqrt(sum(value * value for value in values[4:]))
@@ -323,7 +302,7 @@ class Trainer:
         if state is None:
             return False
         # what may change between commands: how long, how often, with how many helpers
-        free = ("steps", "log_every", "save_every", "keep", "eval_every", "micro_batches", "data")
+        free = ("steps", "log_every", "save_every", "keep", "eval_every", "micro_batches", "graphs", "data")
         ours, theirs = train_config_to_dict(self.config), dict(state.meta["config"])
         changed = [name for name in ours if name not in free and ours[name] != theirs.get(name)]
         if changed:

@@ -109,7 +109,7 @@ def sequence_balance(routers: Sequence[RouterStats], sample_T: Tensor, num_sampl
     length_N1 = length_N1.clamp(min=1)
     even = num_experts / ids_LTK.shape[-1]
     total = (even * chosen_LNE / length_N1 * (share_LNE / length_N1)).sum()
-    return total, torch.tensor(num_samples, device=total.device)
+    return total, total.new_full((), num_samples)
 
 
 def expert_loads(routers: Sequence[RouterStats], sample_T: Tensor) -> Tensor:

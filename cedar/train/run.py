@@ -1,4 +1,4 @@
-"""Whole runs: prepare a folder of data, train from a recipe, export what came out."""
+"""Whole runs: train from a recipe, export what came out, measure it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import shutil
 import statistics
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cedar.chat.encode import Conversation, Message, Special, render
 from cedar.chat.tokenizer import Tokenizer, train_tokenizer
 from cedar.checkpoint.read import read_checkpoint
 from cedar.checkpoint.resume import load_newest, load_weights, save_weights
@@ -29,7 +28,7 @@ from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
 from cedar.train.card import model_card
-from cedar.train.corpus import Corpus, make_tokenizer, open_corpus, read_documents, take_texts, write_chats, write_texts
+from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
 from cedar.train.tasks import sample_text
@@ -37,134 +36,6 @@ from cedar.train.tasks import sample_text
 _MODEL_FOLDER = "model"
 # a model this small wanders at temperature 1, and was never shown a thought
 _GENERATION = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 256, "thinking": False}
-
-
-def prepare(
-    out: str | Path,
-    *,
-    texts: str | Path | None,
-    chats: str | Path | None = None,
-    vocab_size: int = 1024,
-    order: str | Path | None = None,
-    max_characters: int | None = None,
-    chat_sources: Sequence[str] = (),
-    max_chat_tokens: int = 512,
-    tokenizer: Tokenizer | None = None,
-    report: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Make a data folder: tokenizer.json, `stories/train|validation`, `instruct/train|validation`.
-
-    Args:
-        texts: Folder of JSON lines with `text`; files whose name begins with `validation` are held out.
-        chats: The same with `messages`.
-        order: Ids in the order in which training texts are taken (a table will do), up to `max_characters`.
-        chat_sources: Take chats of these sources alone.
-        tokenizer: Use this one instead of training one on the texts.
-
-    Raises:
-        FormatError: Text that cannot be read; the message names file and line.
-    """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    train_texts: list[str] = []
-    if texts is not None:
-        documents = _documents(Path(texts), "train")
-        train_texts = list(take_texts(documents, order=_path(order), max_characters=max_characters))
-    if tokenizer is None:
-        # the start of each text, so that no single author shapes the vocabulary, and the tasks' own words
-        share = max(1, 8_000_000 // max(1, len(train_texts)))
-        pieces = [text[:share] for text in train_texts]
-        tokenizer = make_tokenizer([sample_text(1, 4000), *_chat_texts(chats, chat_sources), *pieces], vocab_size)
-    tokenizer.save(out)
-    infos: dict[str, Any] = {}
-    if texts is not None:
-        infos["stories/train"] = write_texts(train_texts, out / "stories" / "train", tokenizer, source=Path(texts).name)
-        held_out = take_texts(_documents(Path(texts), "validation"), max_characters=1_000_000)
-        infos["stories/validation"] = write_texts(
-            held_out, out / "stories" / "validation", tokenizer, source=f"{Path(texts).name} (validation)"
-        )
-    if chats is not None:
-        render_chat = _chat_renderer(tokenizer)
-        for split in ("train", "validation"):
-            wanted = (d for d in _documents(Path(chats), split) if not chat_sources or d.get("source") in chat_sources)
-            infos[f"instruct/{split}"] = write_chats(
-                wanted,
-                out / "instruct" / split,
-                tokenizer,
-                render=render_chat,
-                max_tokens=max_chat_tokens,
-                source=Path(chats).name,
-            )
-    for name, info in infos.items():
-        report(f"{name}: {info['tokens']:,} tokens in {info['documents']:,} documents")
-    return infos
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)
-
-
-def _documents(folder: Path, split: str) -> Any:
-    """Objects of the files of one split; a folder without split names is all training data."""
-    files = sorted(folder.glob("*.jsonl*")) if folder.is_dir() else [folder]
-    named = [file for file in files if file.name.startswith("validation")]
-    chosen = named if split == "validation" else [file for file in files if file not in named]
-    if not chosen:
-        raise FormatError(
-            f"no {split} files in {folder}: expected {split}-*.jsonl or {split}-*.jsonl.zst beside the others"
-        )
-    return (document for file in chosen for document in read_documents(file))
-
-
-def _chat_texts(chats: str | Path | None, sources: Sequence[str]) -> list[str]:
-    """What chats say, for the tokenizer, at most a million characters."""
-    texts: list[str] = []
-    size = 0
-    for document in _documents(Path(chats), "train") if chats is not None else ():
-        if sources and document.get("source") not in sources:
-            continue
-        text = "\n".join(str(message.get("content", "")) for message in document.get("messages", ()))
-        texts.append(text)
-        size += len(text)
-        if size > 1_000_000:
-            break
-    return texts
-
-
-def _chat_renderer(tokenizer: Tokenizer) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
-    """Chats as the server renders them, thinking off; what an assistant turn says and its end are learnt."""
-
-    def run(document: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = document.get("messages")
-        if not isinstance(messages, list) or document.get("tools"):
-            # tool calls need more vocabulary than a small model has
-            return [], []
-        ids: list[int] = []
-        learn: list[bool] = []
-        for number, message in enumerate(messages):
-            if message.get("role") not in ("system", "user", "assistant"):
-                return [], []
-            before = _render(tokenizer, messages[:number], header=message["role"] == "assistant")
-            after = _render(tokenizer, messages[: number + 1], header=False)
-            if before != after[: len(before)]:
-                # a turn that changes how earlier ones are rendered cannot be cut into prompt and answer
-                return [], []
-            ids, learn = after, learn + [False] * (len(before) - len(learn))
-            learn += [message["role"] == "assistant"] * (len(after) - len(before))
-        return ids, learn
-
-    return run
-
-
-def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], *, header: bool) -> list[int]:
-    conversation = Conversation(
-        messages=tuple(Message(role=m["role"], content=str(m.get("content", ""))) for m in messages), thinking=False
-    )
-    return [
-        token_id
-        for piece in render(conversation, generation_header=header)
-        for token_id in ([tokenizer.special[piece.name]] if isinstance(piece, Special) else tokenizer.encode(piece))
-    ]
 
 
 def open_data(config: TrainConfig) -> tuple[Tokenizer, dict[str, Corpus]]:

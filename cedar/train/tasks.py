@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cedar.chat.tokenizer import ASSISTANT, BOS, END_THINK, EOS, FIRST_TOKENS, LAST_TOKENS, USER, Tokenizer
 from cedar.train.corpus import Corpus, paragraph_starts
+from cedar.train.exercises import Exercises, modular_sum, template_class
+from cedar.train.language import NgramLanguage
+from cedar.train.sample import Sample, Writer
 
 ADJECTIVES = (
     "red blue green white black brown golden silver old new little big small tall round long short dark bright "
@@ -38,63 +41,40 @@ _ACTIONS = (
     "walked to the, looked at the, came back from the, waited near the, ran past the, sat down by the, "
     "thought about the, told a story about the, went home from the, found a coin near the"
 ).split(", ")
-# before the name, and between the name and its value
+# how a record is said and asked for; WHAT is the kind of value, the name comes between the two parts
 _LINES = (
-    ("The code for the", " is "),
-    ("Remember that the code of the", " is "),
-    ("The", " has the code "),
+    ("The WHAT for the", " is "),
+    ("Remember that the WHAT of the", " is "),
+    ("The", " has the WHAT "),
+    ("WHAT for the", ": "),
 )
+_LIST_LINE = ("-", ": ")
 _QUESTIONS = (
-    ("What is the code for the", "?"),
-    ("Tell me the code of the", "."),
-    ("Which code has the", "?"),
+    ("What is the WHAT for the", "?"),
+    ("Tell me the WHAT of the", "."),
+    ("Which WHAT has the", "?"),
+    ("What is the WHAT of the", "?"),
+    ("What WHAT does the", " have?"),
+    ("What's the WHAT for the", "?"),
+    ("Please give me the WHAT for the", "."),
+    ("I need the WHAT of the", "."),
+    ("Do you remember the WHAT for the", "?"),
+    ("WHAT for the", "?"),
+    ("And the", "?"),
 )
+# the evaluation keeps to the wordings that every model of ours was trained on
+_CORE = 3
+_VALUES = ("code", "number", "password", "key")
+_NOTED = ("OK.", "Noted.", "I will remember it.")
 
-LineStyle = Literal["sentence", "list"]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample.
-
-    Attributes:
-        ids: uint16 [n], BOS first.
-        learn: bool [n]; the loss is on predicting the marked tokens. Random keys and values are not marked
-            where they first appear, for nobody can know them.
-        answers: Spans [start, stop) that the model decodes itself, in order; the tokens before a span are
-            its prompt. Empty for plain text.
-    """
-
-    ids: npt.NDArray[np.uint16]
-    learn: npt.NDArray[np.bool_]
-    answers: tuple[tuple[int, int], ...] = ()
-
-
-class _Writer:
-    """Collects a sample's tokens, marks and answers."""
-
-    def __init__(self, *first: int) -> None:
-        self.ids: list[int] = list(first)
-        self.learn: list[bool] = [False] * len(first)
-        self.answers: list[tuple[int, int]] = []
-
-    def add(self, ids: tuple[int, ...] | list[int], *, learn: bool) -> None:
-        self.ids += ids
-        self.learn += [learn] * len(ids)
-
-    def answer(self, ids: tuple[int, ...]) -> None:
-        self.answers.append((len(self.ids), len(self.ids) + len(ids)))
-        self.add(ids, learn=True)
-
-    def sample(self) -> Sample:
-        return Sample(np.array(self.ids, np.uint16), np.array(self.learn, np.bool_), tuple(self.answers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """One lookup of a document: the tokens that ask, the tokens that answer, and how far back the record lies."""
 
+    name: str
     ask: tuple[int, ...]
     answer: tuple[int, ...]
     record: int
@@ -120,9 +100,12 @@ class Tasks:
     Args:
         corpora: Prepared corpora by name; `stories` also lends its paragraphs to the lookup tasks.
         held_out: One in this many adjective-noun pairs never names a record in training.
+        window: A model's window; key-value queries reach further back than that.
     """
 
-    def __init__(self, tokenizer: Tokenizer, corpora: dict[str, Corpus], *, held_out: int = 8) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, corpora: dict[str, Corpus], *, held_out: int = 8, window: int = 32
+    ) -> None:
         self.tokenizer = tokenizer
         self.corpora = corpora
         self.held_out = held_out
@@ -133,12 +116,19 @@ class Tasks:
         self._reply = (tokenizer.special[ASSISTANT], tokenizer.special[END_THINK])
         self._eos = tokenizer.special[EOS]
         self._ordinary = np.arange(len(FIRST_TOKENS), len(tokenizer) - len(LAST_TOKENS))
+        exercises = Exercises(tokenizer, self.encode, self._ordinary, window=window)
         self._paragraphs = {name: paragraph_starts(corpus, tokenizer) for name, corpus in corpora.items()}
         self._makers: dict[str, Callable[[np.random.Generator, int], Sample | None]] = {
             "copy": self.copy,
             "pairs": self.pairs,
             "lookup": self.lookup,
             "restate": self.restate,
+            "needles": self.needles,
+            "passkey": self.passkey,
+            "ngram": lambda rng, length: self.language.sample(rng, length),
+            "mqar": exercises.mqar,
+            "arithmetic": exercises.arithmetic,
+            "code": exercises.code,
         }
 
     def maker(self, source: str) -> Callable[[np.random.Generator, int], Sample | None]:
@@ -156,6 +146,11 @@ class Tasks:
     @property
     def sources(self) -> tuple[str, ...]:
         return (*self._makers, *self.corpora)
+
+    @cached_property
+    def language(self) -> NgramLanguage:
+        """The n-gram language; its entropy is known."""
+        return NgramLanguage(self.tokenizer)
 
     # corpora
 
@@ -301,12 +296,15 @@ class Tasks:
         if questions is None:
             questions = int(rng.integers(1, 2 + length // 48))
         own = bool(rng.random() < 0.5) if own_filler is None else own_filler
-        share = float(rng.choice([0.15, 0.4, 0.7, 1.0])) if share is None else share
+        share = float(rng.choice([0.02, 0.15, 0.4, 0.7, 1.0])) if share is None else share
         digits = int(rng.integers(3, 6)) if not held_out else 4
-        style: LineStyle = "list" if rng.random() < 0.3 else "sentence"
-        ask = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
+        wordings, lines = (_QUESTIONS[:_CORE], _LINES[:_CORE]) if held_out else (_QUESTIONS, _LINES)
+        lines = (_LIST_LINE,) if rng.random() < 0.3 else lines
+        what = _VALUES[0] if held_out or rng.random() < 0.6 else _VALUES[int(rng.integers(len(_VALUES)))]
+        # told over several turns, as people do, or all at once
+        noted = 0.3 if not held_out and rng.random() < 0.25 else 0.0
         room = length - questions * 26
-        text = _Writer(self._bos, self._user)
+        text = Writer(self._bos, self._user)
         records: dict[str, tuple[tuple[int, ...], int]] = {}
         while len(text.ids) < room or not records:
             if records and rng.random() > share:
@@ -317,48 +315,127 @@ class Tasks:
                 continue
             value = self._value(rng, digits)
             records[name] = value, len(text.ids)
-            self._record(text, rng, name, value, style)
+            self._record(text, rng, name, value, lines, what=what)
+            if rng.random() < noted and len(text.ids) + 12 < room:
+                text.add(self._reply, learn=False)
+                text.add((*self.encode(_NOTED[int(rng.integers(len(_NOTED)))]), self._eos), learn=True)
+                text.add((self._user,), learn=False)
         far = [name for name, (_, at) in records.items() if at < len(text.ids) - skip_last] or list(records)
         asked = [far[int(i)] for i in rng.permutation(len(far))[:questions]]
-        before, after = map(self.encode, ask)
+        # half of the chats ask in one way throughout, the others change it from turn to turn
+        first = wordings[int(rng.integers(len(_QUESTIONS[:-1]) if len(wordings) > _CORE else _CORE))]
+        varied = not held_out and bool(rng.random() < 0.5)
+        asks = [wordings[int(rng.integers(len(wordings)))] if varied and i else first for i in range(len(asked))]
         return Lookup(
             text=tuple(text.ids),
             text_learn=tuple(text.learn),
             questions=tuple(
                 Question(
-                    ask=(*before, *self.encode(f" {name}"), *after), answer=records[name][0], record=records[name][1]
+                    name=name, ask=self._asked(wording, what, name), answer=records[name][0], record=records[name][1]
                 )
-                for name in asked
+                for wording, name in zip(asks, asked, strict=True)
             ),
         )
+
+    def _asked(self, wording: tuple[str, str], what: str, name: str) -> tuple[int, ...]:
+        before, after = (_about(part, what) for part in wording)
+        return (*self.encode(before), *self.encode(f" {name}"), *self.encode(after))
+
+    def passkey_document(
+        self, rng: np.random.Generator, length: int, *, depth: float | None = None, own_filler: bool | None = None
+    ) -> Lookup:
+        """A text of about `length` tokens in which one five-digit key is told, `depth` (0..1) of the way in."""
+        depth = float(rng.random()) if depth is None else depth
+        own = bool(rng.random() < 0.5) if own_filler is None else own_filler
+        key = self._value(rng, 5)
+        before, after = self.encode("The pass key is "), self.encode(". Remember it.\n")
+        question = self.encode("\nWhat is the pass key?")
+        room = length - len(key) - len(before) - len(after) - len(question) - len(key) - 10
+        text = Writer(self._bos, self._user)
+        record = 0
+        while room > 0 or not record:
+            if not record and (room <= 0 or len(text.ids) >= depth * (length - 48)):
+                record = len(text.ids)
+                text.add(before, learn=True)
+                text.add(key, learn=False)
+                text.add(after, learn=True)
+                continue
+            filler = self._between(rng, min(40, max(1, room)), own=own)[: max(1, room)]
+            # our own sentences are soon known, and would drown the five tokens that matter
+            text.add(filler, learn=not own)
+            room -= len(filler)
+        return Lookup(
+            text=tuple(text.ids),
+            text_learn=tuple(text.learn),
+            questions=(Question(name="pass key", ask=question, answer=key, record=record),),
+        )
+
+    def passkey(self, rng: np.random.Generator, length: int) -> Sample | None:
+        """A chat: filler with one five-digit key in it, and the question for it."""
+        if length < 96:
+            return None
+        document = self.passkey_document(rng, length)
+        return self._asking(document, length)
+
+    def needles(self, rng: np.random.Generator, length: int) -> Sample | None:
+        """A chat: a text with records, then one question for two to four of them, answered in the order asked."""
+        if length < 160:
+            return None
+        document = self.needles_document(rng, length, count=int(rng.integers(2, 5)))
+        return self._asking(document, length)
+
+    def needles_document(
+        self, rng: np.random.Generator, length: int, *, count: int, held_out: bool = False, skip_last: int = 0
+    ) -> Lookup:
+        """A lookup text with one question for `count` records at once; its record is the one furthest back."""
+        own = True if held_out else None
+        share = 0.6 if held_out else None
+        document = self.lookup_document(
+            rng, length, questions=count, held_out=held_out, own_filler=own, share=share, skip_last=skip_last
+        )
+        names = [f" {question.name}" for question in document.questions]
+        ask = [*self.encode("What are the codes for the"), *self.encode(names[0])]
+        for name in names[1:]:
+            ask += (*self.encode(", the"), *self.encode(name))
+        separator = self.encode(", ")
+        answer = document.questions[0].answer
+        for question in document.questions[1:]:
+            answer = (*answer, *separator, *question.answer)
+        record = min(question.record for question in document.questions)
+        question = Question(name="", ask=(*ask, *self.encode("?")), answer=answer, record=record)
+        return Lookup(text=document.text, text_learn=document.text_learn, questions=(question,))
 
     def _value(self, rng: np.random.Generator, digits: int) -> tuple[int, ...]:
         return tuple(token_id for digit in rng.integers(10, size=digits) for token_id in self.encode(str(digit)))
 
     def _record(
         self,
-        text: _Writer,
+        text: Writer,
         rng: np.random.Generator,
         name: str,
         value: tuple[int, ...],
-        style: LineStyle,
+        lines: Sequence[tuple[str, str]],
         *,
+        what: str = _VALUES[0],
         learn: bool = False,
     ) -> None:
-        """One line: a name and its value; `learn` marks the value."""
-        before, between = ("-", ": ") if style == "list" else _LINES[int(rng.integers(len(_LINES)))]
-        text.add(self.encode(before), learn=True)
+        """One line, said in one of the ways of `lines`; `learn` marks the value."""
+        line = lines[int(rng.integers(len(lines)))]
+        text.add(self.encode(_about(line[0], what)), learn=True)
         text.add(self.encode(f" {name}"), learn=False)
-        text.add(self.encode(between), learn=True)
+        text.add(self.encode(_about(line[1], what)), learn=True)
         text.add(value, learn=learn)
-        text.add(self.encode("\n" if style == "list" else ".\n"), learn=True)
+        text.add(self.encode("\n" if line is _LIST_LINE else ".\n"), learn=True)
 
     def lookup(self, rng: np.random.Generator, length: int) -> Sample | None:
         """A chat: a text with records, then one question a turn."""
         if length < 96:
             return None
-        document = self.lookup_document(rng, length)
-        chat = _Writer(*document.text)
+        return self._asking(self.lookup_document(rng, length), length)
+
+    def _asking(self, document: Lookup, length: int) -> Sample | None:
+        """The document's questions, one a turn, as far as they fit."""
+        chat = Writer(*document.text)
         chat.learn = list(document.text_learn)
         for number, question in enumerate(document.questions):
             turn = ((self._user,) if number else ()) + question.ask + self._reply
@@ -371,9 +448,9 @@ class Tasks:
 
     def restate(self, rng: np.random.Generator, length: int) -> Sample:
         """Plain text: records, and later the same records again; their values are learnt the second time."""
-        text = _Writer(self._bos)
+        text = Writer(self._bos)
         own = bool(rng.random() < 0.5)
-        style: LineStyle = "list" if rng.random() < 0.5 else "sentence"
+        lines = (_LIST_LINE,) if rng.random() < 0.5 else _LINES
         share = float(rng.choice([0.5, 0.8, 1.0]))
         digits = int(rng.integers(2, 6))
         records: dict[str, tuple[int, ...]] = {}
@@ -382,14 +459,22 @@ class Tasks:
                 text.add(self._between(rng, 32, own=own), learn=True)
             elif records and rng.random() < 0.6:
                 name = list(records)[int(rng.integers(len(records)))]
-                self._record(text, rng, name, records[name], style, learn=True)
+                self._record(text, rng, name, records[name], lines, learn=True)
             else:
                 name = self._name(rng, held_out=False)
                 if name not in records:
                     records[name] = self._value(rng, digits)
-                    self._record(text, rng, name, records[name], style)
-        sample = text.sample()
-        return Sample(sample.ids[:length], sample.learn[:length])
+                    self._record(text, rng, name, records[name], lines)
+        return text.sample(length)
+
+
+def _about(part: str, what: str) -> str:
+    """A part of a wording with the kind of value in it; one that opens a line gets a capital.
+
+    >>> _about("WHAT for the", "code"), _about("The WHAT of the", "code")
+    ('Code for the', 'The code of the')
+    """
+    return part.replace("WHAT", what.capitalize() if part.startswith("WHAT") else what)
 
 
 def sample_text(seed: int, lines: int) -> str:
@@ -402,8 +487,14 @@ def sample_text(seed: int, lines: int) -> str:
     text = []
     for _ in range(lines):
         name = f"{pick(ADJECTIVES)} {pick(NOUNS)}"
-        before, between = pick(_LINES)
-        ask, mark = pick(_QUESTIONS)
+        what = pick(_VALUES)
+        before, between = (_about(part, what) for part in pick(_LINES))
+        ask, mark = (_about(part, what) for part in pick(_QUESTIONS))
         text.append(f"{before} {name}{between}{rng.integers(10000)}.\n- {name}: {rng.integers(10000)}\n")
         text.append(f"{pick(PEOPLE)} {pick(_ACTIONS)} {pick(PLACES)}.\n{ask} {name}{mark}\n")
+        if rng.random() < 0.2:
+            text.append("".join(template_class(rng)))
+            text.append("\n".join(modular_sum(rng)) + "\n")
+            text.append(f"The pass key is {rng.integers(100000)}. Remember it.\nWhat is the pass key?\n")
+            text.append(f"What are the codes for the {name}, the {pick(NOUNS)}?\n{pick(_NOTED)}\n")
     return "".join(text)

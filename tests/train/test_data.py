@@ -11,9 +11,9 @@ import torch
 from cedar.chat.tokenizer import BOS, PAD, Tokenizer
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError
-from cedar.train.data import Batch, Batches, _replayed, stream
+from cedar.train.data import Batch, Batches, _repeated, _replayed, stream
 from cedar.train.run import new_model
-from cedar.train.tasks import Sample
+from cedar.train.sample import Sample
 from tests.train.conftest import tiny_recipe
 
 MIXED = {"mixture": {"copy": 0.3, "pairs": 0.3, "restate": 0.2, "lookup": 0.2}, "lengths": [32, 64, 128]}
@@ -162,3 +162,43 @@ def test_replay_reaches_the_batch_with_row_numbers(tokenizer: Tokenizer) -> None
     without = replace(batches.config.stages[0], replay_share=0.0)
     batches.config = replace(batches.config, stages=(without,))
     assert int((batches.batch(0, 0).targets_BS >= 0).sum()) > int((batch.targets_BS >= 0).sum())
+
+
+def test_encoder_replay_repeats_a_window_that_teaches_nothing(tokenizer: Tokenizer) -> None:
+    batches = make(tokenizer, stage={"encoder_replay_share": 1.0, "replay_share": 0.5, "lengths": [128]})
+    window = batches.window
+    found = 0
+    for step in range(8):
+        batch = batches.batch(step, 0)
+        for row in range(batch.ids_BS.shape[0]):
+            for number in batch.sample_BS[row].unique().tolist():
+                rows = torch.nonzero(batch.sample_BS[row] == number).flatten()
+                first = int(batch.replay_start_BS[row, rows[0]])
+                if number < 0 or first == batch.ids_BS.shape[1]:
+                    continue
+                found += 1
+                at = int(batch.segment_start_BS[row, rows[0]])
+                assert first % 2 == 0
+                assert first - at > window
+                again = batch.ids_BS[row, first : first + window]
+                assert (again == batch.ids_BS[row, first - window : first]).all()
+                assert (batch.targets_BS[row, first : first + window] == -1).all()
+                # without the repeated rows the sample is what its source made: each target is the next token
+                ids = torch.cat([batch.ids_BS[row, at:first], batch.ids_BS[row, first + window : int(rows[-1]) + 1]])
+                targets = torch.cat(
+                    [batch.targets_BS[row, at:first], batch.targets_BS[row, first + window : int(rows[-1]) + 1]]
+                )
+                learnt = torch.nonzero(targets >= 0).flatten()
+                assert (targets[learnt] == ids[learnt + 1]).all()
+                floor = batch.window_floor_BS[row, rows]
+                assert (floor <= rows).all()
+    assert found > 8
+
+
+def test_floors_move_with_the_rows_they_name() -> None:
+    ids = np.arange(40, dtype=np.uint16)
+    floor = np.array([0] * 22 + [22] * 18, np.int32)
+    rows, _, moved = _repeated(ids, ids.astype(np.int32), floor, 30, 16)
+    assert rows.tolist() == [*range(30), *range(14, 30), *range(30, 40)]
+    # before the cut they stay; row 38 is position 22 run again, and every row from it on starts there
+    assert moved.tolist() == [0] * 22 + [22] * 8 + [0] * 8 + [38] * 18

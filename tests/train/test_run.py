@@ -16,6 +16,7 @@ from cedar.checkpoint.resume import load_newest
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError, FormatError
 from cedar.train import run as runs
+from cedar.train.prepare import prepare
 from cedar.train.tasks import sample_text
 from tests.train.conftest import tiny_recipe
 
@@ -41,14 +42,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [{"id": str(i), "text": sample_text(i, 200)} for i in range(3)]
     write(root / "texts", "train", *texts)
     write(root / "texts", "validation", {"id": "v", "text": sample_text(9, 40)})
-    tools = {"source": "own", "tools": [{}], "messages": CHAT["messages"]}
-    write(root / "chats", "train", CHAT, tools, CHAT)
+    write(root / "chats", "train", CHAT, CHAT)
     write(root / "chats", "validation", CHAT)
-    infos = runs.prepare(
-        root / "out", texts=root / "texts", chats=root / "chats", vocab_size=512, report=lambda line: None
+    infos = prepare(
+        root / "out",
+        texts={"stories": root / "texts"},
+        chats=root / "chats",
+        vocab_size=512,
+        report=lambda line: None,
     )
     assert infos["stories/train"]["documents"] == 3
-    # chats with tools are left out
     assert infos["instruct/train"]["documents"] == 2
     return root / "out"
 
@@ -129,7 +132,7 @@ def test_a_vocabulary_that_does_not_match(data: Path, tmp_path: Path) -> None:
 def test_texts_without_a_split_or_files(tmp_path: Path) -> None:
     write(tmp_path / "texts", "train", {"id": "a", "text": sample_text(1, 400)})
     with pytest.raises(FormatError, match="no validation files"):
-        runs.prepare(tmp_path / "out", texts=tmp_path / "texts", vocab_size=400, report=lambda line: None)
+        prepare(tmp_path / "out", texts={"stories": tmp_path / "texts"}, vocab_size=400, report=lambda line: None)
 
 
 def test_python_m_runs_with_torch_alone(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Kernels in Triton: one source for Hopper, for Triton's interpreter on a CPU, and for reading."""
