@@ -51,13 +51,21 @@ def rows_of(model: Transformer, cache: CacheManager, count: int, context: int, s
     """Sequences of the same random prompt, each with pages of its own."""
     generator = torch.Generator().manual_seed(3)
     prompt_T = torch.randint(0, model.config.vocab_size - 8, (context,), generator=generator).to(model.device)
-    rows = []
+    rows: list[Row] = []
+    snapshot = None
     for number in range(count):
         lease = cache.lease((), b"", Plan())
         assert cache.reserve(lease, context + steps + 1, 0), "the pool is too small"
-        state = model.new_state(make_store=cache.make_store(lease, 0))
-        for start in range(0, context, 4096):
-            model.prefill(state, prompt_T[start : start + 4096], prompt_tokens=context, last_only=True)
+        if snapshot is None:
+            state = model.new_state(make_store=cache.make_store(lease, 0))
+            for start in range(0, context, 4096):
+                model.prefill(state, prompt_T[start : start + 4096], prompt_tokens=context, last_only=True)
+            snapshot = state.snapshot()
+        else:
+            # the first one's bytes, on pages of its own
+            cache.pool.bytes_PB[lease.table.pages] = cache.pool.bytes_PB[rows[0].lease.table.pages]
+            state = model.new_state(make_store=cache.make_store(lease, context))
+            state.restore(snapshot)
         rows.append(Row(state, lease, 3, Sampler(SamplingParams(temperature=1.0, seed=number))))
     return rows
 

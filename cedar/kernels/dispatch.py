@@ -36,6 +36,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "paged_index_scores": {"reference": "indexer", "triton": "paged_indexer"},
     "paged_pool_scores": {"reference": "indexer", "triton": "paged_indexer"},
     "top_entries": {"reference": "indexer", "triton": "topk"},
+    "top_members": {"reference": "indexer", "triton": "topk"},
     "store_rows": {"reference": "pages", "triton": "pages"},
     "store_normed": {"reference": "pages", "triton": "pages"},
     "load_rows": {"reference": "pages"},

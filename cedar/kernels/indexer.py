@@ -93,11 +93,14 @@ def top_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, topk_blo
     return top_entries(_block_scores(score_TE, visible_T, block_size), topk_blocks)
 
 
-def pool_members(block_TN: Tensor, place_TK: Tensor, block_size: int) -> Tensor:
-    """The entries behind places in a pool: int64, -1 where the place is -1."""
-    safe_TK = place_TK.clamp(min=0)
-    entry_TK = block_TN.gather(1, safe_TK // block_size) * block_size + safe_TK % block_size
-    return entry_TK.masked_fill(place_TK < 0, -1)
+def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    """`top_entries` of the scores of a pool's members, as entries: int64 [T, k] ascending, -1 for none.
+
+    Args:
+        block_TN: The pool's blocks, ascending: column p is entry `block_TN[p // block_size] * block_size + ...`.
+    """
+    check.shape("top_members", "score", score_TP, block_TN.shape[0], block_TN.shape[1] * block_size)
+    return select("top_members", score_TP)(score_TP, k, block_TN, block_size)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:

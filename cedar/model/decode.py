@@ -244,8 +244,8 @@ class DecodeStep:
         size, num_blocks = indexer.candidate_block_size, indexer.candidate_topk_blocks
         query = query_THI, *self.rotation(ratio), weight_TH, keys, visible_T
         if pool is not None:
-            place_TK = indexer_ops.top_entries(indexer_ops.paged_pool_scores(*query, pool, size), indexer.topk)
-            return SharedKV(indexer_ops.pool_members(pool, place_TK, size), pool)
+            score_TP = indexer_ops.paged_pool_scores(*query, pool, size)
+            return SharedKV(indexer_ops.top_members(score_TP, indexer.topk, pool, size), pool)
         score_TE = indexer_ops.paged_index_scores(*query, self.context // ratio)
         selection_TK = indexer_ops.top_entries(score_TE, indexer.topk)
         if make_pool:

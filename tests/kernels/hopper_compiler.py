@@ -106,6 +106,7 @@ def call_all(size: dict[str, int]) -> None:
     block = torch.zeros(rows, 16, dtype=torch.int64)
     paged_indexer.paged_pool_scores(index, cos, cos, weight, keys, row, block, 8)
     topk.top_entries(torch.zeros(rows, size["entries"]), size["topk"])
+    topk.top_members(torch.zeros(rows, 128), size["topk"], block, 8)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)

@@ -185,14 +185,16 @@ def test_paged_attention(
             query, cos, sin, rings, slot, position, floor, entries_, selection_, sink, window
         )
 
-    with pytest.MonkeyPatch.context() as patch:
-        from cedar.kernels.triton import paged_attention as kernel
+    from cedar.kernels.triton import paged_attention as kernel
 
-        patch.setattr(kernel, "_PROGRAMS", shares * rows)
-        for arguments in ((entries, selection), (None, None)):
-            got, want = both(lambda arguments=arguments: attend(*arguments))
-            assert bool((got[3] == 0).all())
-            torch.testing.assert_close(got, want, **tolerance(dtype))
+    for arguments in ((entries, selection), (None, None)):
+        with use_kernels("reference"):
+            want = attend(*arguments)
+        got = kernel.paged_attention(
+            query, cos, sin, rings, slot, position, floor, *arguments, sink, window, shares=shares
+        )
+        assert bool((got[3] == 0).all())
+        torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
 @pytest.mark.parametrize(("heads", "channels"), [(4, 32), (3, 64), (32, 128)])
@@ -227,6 +229,9 @@ def test_top_entries(device: str, columns: int, k: int, monkeypatch: pytest.Monk
     score[3] = -torch.inf
     score[0, -1] = torch.inf
     got, want = both(lambda: indexer.top_entries(score, k))
+    assert torch.equal(got, want)
+    block = torch.randperm(2 * columns, device=device)[:columns].sort().values.expand(4, -1)
+    got, want = both(lambda: indexer.top_members(score, k, block, 1))
     assert torch.equal(got, want)
 
 

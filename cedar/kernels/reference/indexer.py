@@ -66,6 +66,13 @@ def top_entries(score_TE: Tensor, k: int) -> Tensor:
     return ops.mask_to_index(ops.topk_mask(score_TE, k), k)
 
 
+def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    place_TK = top_entries(score_TP, k)
+    safe_TK = place_TK.clamp(min=0)
+    entry_TK = block_TN.gather(1, safe_TK // block_size) * block_size + safe_TK % block_size
+    return entry_TK.masked_fill(place_TK < 0, -1)
+
+
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:
     # the cut is a value, not a position: everything above it is in, ties fill up from the lowest index
     cut_T1 = score_TE.topk(k, dim=-1).values[:, -1:]

@@ -209,7 +209,8 @@ def paged_attention(
     num_selected = 0 if selection_TK is None else selection_TK.shape[1]
     tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
     num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
-    shares = shares or max(1, min(num_tiles, _PROGRAMS // num_rows))
+    # two tiles are not worth a second kernel
+    shares = shares or (1 if num_tiles <= 2 else max(1, min(num_tiles, _PROGRAMS // num_rows)))
     tiles_a_share = triton.cdiv(num_tiles, shares)
     shares = triton.cdiv(num_tiles, tiles_a_share)
     # unused pointers must still be tensors

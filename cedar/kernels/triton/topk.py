@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cedar.kernels.triton.device import next_power_of_2, unavailable
 
-__all__ = ["FORWARD_ONLY", "fits", "top_entries", "unavailable"]
+__all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 
-FORWARD_ONLY = ("top_entries",)
+FORWARD_ONLY = ("top_entries", "top_members")
 _TILE = 16384
 
 
@@ -39,8 +39,8 @@ def _ordered(score):
 
 @triton.jit
 def _select(
-    score_ptr, column_ptr, out_score_ptr, out_column_ptr, row_stride, num_columns, k,
-    FIRST: tl.constexpr, LAST: tl.constexpr, B: tl.constexpr,
+    score_ptr, column_ptr, block_ptr, out_score_ptr, out_column_ptr, row_stride, num_columns, num_blocks, k,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     t, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tile * B + tl.arange(0, B)
@@ -70,7 +70,11 @@ def _select(
     slot = tl.cumsum(taken.to(tl.int32), axis=0) - 1
     num_taken = tl.sum(taken.to(tl.int32), axis=0)
     out = (t * tl.num_programs(1) + tile) * k
-    if FIRST:
+    if FIRST and BLOCK:
+        # the member of a pool behind this place
+        block = tl.load(block_ptr + t * num_blocks + place // BLOCK, mask=taken, other=0)
+        column = block * BLOCK + place % BLOCK
+    elif FIRST:
         column = place.to(tl.int64)
     else:
         column = tl.load(column_ptr + t * row_stride + place, mask=inside, other=-1)
@@ -87,6 +91,14 @@ def _select(
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    return _top(score_TE, k, None, 0)
+
+
+def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    return _top(score_TP, k, block_TN.contiguous(), block_size)
+
+
+def _top(score_TE: Tensor, k: int, block_TN: Tensor | None, block_size: int) -> Tensor:
     num_rows = score_TE.shape[0]
     score_TE = score_TE.contiguous()
     column_TE = score_TE
@@ -101,8 +113,9 @@ def top_entries(score_TE: Tensor, k: int) -> Tensor:
         out_column = torch.empty(num_rows, tiles * k, device=score_TE.device, dtype=torch.int64)
         out_score = torch.empty(num_rows, 1 if last else tiles * k, device=score_TE.device, dtype=torch.float32)
         _select[(num_rows, tiles)](
-            score_TE, column_TE, out_score, out_column, num_columns, num_columns, k,
-            FIRST=first, LAST=last, B=tile, num_warps=4 if tile <= 1024 else 16,
+            score_TE, column_TE, column_TE if block_TN is None else block_TN, out_score, out_column,
+            num_columns, num_columns, 0 if block_TN is None else block_TN.shape[1], k,
+            BLOCK=block_size, FIRST=first, LAST=last, B=tile, num_warps=4 if tile <= 1024 else 16,
         )  # fmt: skip
         if last:
             return out_column
