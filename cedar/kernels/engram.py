@@ -67,3 +67,28 @@ def engram_memory(
     """
     run = select("engram_memory", compressed_TL, codes)
     return run(compressed_TL, multiplier_L, prime_K, offset_K, codes, scales, dtype)
+
+
+def look_back(
+    ids_T: Tensor,
+    history_SH: Tensor,
+    slot_T: Tensor,
+    compressed_V: Tensor,
+    *,
+    num_lookbacks: int,
+    image_token_id: int,
+    pad_token_id: int,
+) -> Tensor:
+    """The compressed ids of each row's token and of those before it, newest first [T, L]; the token joins its history.
+
+    An image token, a token that does not exist (-1) and everything older than one of these count as the pad.
+
+    Args:
+        history_SH: Raw ids by slot, newest last, int64; written. Rows that share a slot may leave either's token.
+        compressed_V: Raw id -> compressed id.
+
+    Source: engram-dspark-vision-chat.md 1.2.
+    """
+    check.shape("look_back", "slot", slot_T, ids_T.shape[0])
+    run = select("look_back", ids_T)
+    return run(ids_T, history_SH, slot_T, compressed_V, num_lookbacks, image_token_id, pad_token_id)

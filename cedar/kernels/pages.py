@@ -74,6 +74,30 @@ def store_normed(
     return run(x_TC, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
 
 
+def split_latent(
+    latent_TX: Tensor,
+    query_gain_Q: Tensor,
+    query_eps: float,
+    query_spec: FormatSpec | None,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+) -> Tensor:
+    """What follows the joined product of a layer's query latent and window key: `norm_round` of the first part,
+    `store_normed` of the rest. Returns the first [T, Q].
+    """
+    check.shape("split_latent", "latent", latent_TX, page_T.shape[0], query_gain_Q.shape[0] + stored.channels)
+    run = select("split_latent", latent_TX)
+    return run(
+        latent_TX, query_gain_Q, query_eps, query_spec, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T
+    )
+
+
 def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows by place, decoded exactly: the shape of `page` and a channel axis."""
     check.shape("load_rows", "row", row, *page.shape)

@@ -19,14 +19,15 @@ from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
-from cedar.kernels.compress import pool_groups
-from cedar.kernels.dense import grouped_linear, norm_round
-from cedar.kernels.engram import engram_gate, engram_memory
+from cedar.kernels.compress import pool_pairs
+from cedar.kernels.dense import grouped_linear
+from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Weights, feed, route
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
-from cedar.kernels.pages import Paged, Stored, store_normed
+from cedar.kernels.pages import Paged, Stored, split_latent, store_normed
+from cedar.model.attention import Attention
 from cedar.model.block import Block
-from cedar.model.engram import Engram, lookback_ids
+from cedar.model.engram import Engram
 from cedar.model.layers import Linear, RMSNorm
 from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
@@ -193,35 +194,31 @@ class DecodeStep:
             self._rotations["pairs"] = self._rope(self._before_T, compressed=True)
         return self._rotations["pairs"]
 
-    def lookbacks(self, ids_T: Tensor) -> Tensor:
-        """Raw ids of the rows' tokens and their look-backs, newest first [T, L]; the tokens join the history."""
-        slots = self.slots
-        history_TL = torch.cat([slots.history_SL[self._slot_T, 1:], ids_T.unsqueeze(-1)], dim=-1)
-        slots.history_SL[self._slot_T] = history_TL
-        config = slots.config
-        raw_TSL = lookback_ids(
-            history_TL,
-            torch.zeros_like(history_TL),
+    def look_back(self, ids_T: Tensor, compressed_V: Tensor) -> Tensor:
+        """Compressed ids of the rows' tokens and their look-backs, newest first [T, L]; the tokens join the history."""
+        config = self.slots.config
+        return look_back(
+            ids_T,
+            self.slots.history_SL,
+            self._slot_T,
+            compressed_V,
             num_lookbacks=config.engram.max_ngram_size,
             image_token_id=config.image_token_id,
+            pad_token_id=config.engram.pad_token_id,
         )
-        return raw_TSL[:, -1]
 
-    def write_window(self, layer: int, kv_TC: Tensor, norm: RMSNorm, ratio: int) -> None:
-        """Norm, rotate and keep the rows' window keys."""
-        window = self.slots.windows[layer]
+    def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
+        """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
+        query_norm, norm = attention.q_norm, attention.kv_norm
+        window, rotation = self.slots.windows[layer], self.rotation(attention.plan.ratio)
         places = self._slot_T, self._ring_T, self._busy_T
-        store_normed(kv_TC, norm.weight, norm.eps, *self.rotation(ratio), window, *places)
+        return split_latent(
+            latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
+        )
 
-    def pairs(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """(content, gate) of each row and the row before it [T, 2, C]; one of an even position is no pair yet."""
-        num_rows = self.slots.num_tail_rows
-        own_T, before_T = self._position_T % num_rows, (self._position_T - 1) % num_rows
-        pairs = []
-        for ring_SRC, fresh_TC in zip(self.slots.tails[layer], (content_TC, gate_TC), strict=True):
-            ring_SRC[self._slot_T, own_T] = fresh_TC
-            pairs.append(torch.stack([ring_SRC[self._slot_T, before_T], fresh_TC], dim=1))
-        return pairs[0], pairs[1]
+    def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
+        return pool_pairs(fresh_TX, *self.slots.tails[layer], self._slot_T, self._position_T, dtype)
 
     def write_entries(self, source: int, what: Literal["entries", "keys"], rows_TC: Tensor, norm: RMSNorm) -> Tensor:
         """Norm, rotate and keep what the rows complete; returns the normed rows before their rotation."""
@@ -299,17 +296,19 @@ class SlotDecoder:
     def __call__(self, step: DecodeStep, ids_T: Tensor) -> Tensor:
         """One token of every row: logits float32 [T, V]. A graph may hold the whole call."""
         model = self.model
-        raw_TL = step.lookbacks(ids_T)
         streams_TND, premix_TN = model._embed(ids_T, None, model.dtype)
-        compressed_TL, image_T = model._prepare(ids_T, raw_TL)
+        image_T = ids_T == model.config.image_token_id
+        compressed_TL = None
+        if model.config.engram.layer_ids:
+            compressed_TL = step.look_back(ids_T, model.token_map.compressed_V)
         y_TD = post_TN = mixing_TNN = None
         shared = SharedKV()
         for layer in self._layers:
             block = layer.block
-            if block.plan.engram:
+            if compressed_TL is not None and block.plan.engram:
                 if y_TD is not None and post_TN is not None and mixing_TNN is not None:
                     streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
-                streams_TND = self._remember(block.engram, streams_TND, compressed_TL, raw_TL[:, 0] < 0)
+                streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
             entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
             y_TD, shared = self._attend(layer, step, entered, shared)
             entered = advance(
@@ -351,11 +350,9 @@ class SlotDecoder:
     ) -> tuple[Tensor, SharedKV]:
         attention, plan = layer.block.attn, layer.block.plan
         latent_TX = _linear(entered.rounded_TD, layer.latent)
-        latent_TQ, kv_TC = latent_TX[:, : layer.num_latent], latent_TX[:, layer.num_latent :]
-        step.write_window(plan.layer, kv_TC, attention.kv_norm, plan.ratio)
+        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
         if plan.writes_entries:
             self._write_entries(layer, step, entered.normed_TD)
-        latent_TQ = norm_round(latent_TQ, attention.q_norm.weight, attention.q_norm.eps, self._spec)
         query_TX = _linear(latent_TQ, layer.query)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
@@ -385,8 +382,7 @@ class SlotDecoder:
         if compressor.ratio == 1:
             latent_TC = _linear(normed_TD, layer.entry)
         else:
-            content_TC, gate_TC = _linear(normed_TD.float(), layer.entry).chunk(2, dim=-1)
-            latent_TC = pool_groups(*step.pairs(source, content_TC, gate_TC)).to(normed_TD.dtype)
+            latent_TC = step.pool_pairs(source, _linear(normed_TD.float(), layer.entry), normed_TD.dtype)
         latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
         step.write_entries(source, "keys", _linear(latent_TC, indexer.wk.weight), indexer.k_norm)
 
@@ -400,7 +396,6 @@ class _Layer:
         self.attention = _sublayer(block.hc_attn, block.attn_norm)
         self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
         self.latent = _joined(attention.wq_a, attention.wkv)
-        self.num_latent = attention.wq_a.weight.shape[0]
         indexes = [attention.indexer.wq_b] if block.plan.selects else []
         self.query = _joined(attention.wq_b, *indexes)
         self.entry: Tensor | None = None

@@ -85,7 +85,18 @@ def shapes(name: str) -> dict[str, int]:
 
 def call_all(size: dict[str, int]) -> None:
     """Every wrapper once."""
-    from cedar.kernels.triton import advance, engram, feed, few_rows, paged_attention, paged_indexer, pages, route, topk
+    from cedar.kernels.triton import (
+        advance,
+        compress,
+        engram,
+        feed,
+        few_rows,
+        paged_attention,
+        paged_indexer,
+        pages,
+        route,
+        topk,
+    )
 
     rows, channels, hidden = size["rows"], size["channels"], size["hidden"]
     half = {"dtype": torch.bfloat16}
@@ -110,6 +121,12 @@ def call_all(size: dict[str, int]) -> None:
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)
+    latent = torch.zeros(rows, size["latent"] + channels, **half)
+    gains = torch.zeros(size["latent"], **half), 1e-20, FP8, torch.zeros(channels, **half), 1e-20
+    pages.split_latent(latent, *gains, cos, cos, ring, row, row, present)
+    tails = torch.zeros(3, 7, channels)
+    compress.pool_pairs(torch.zeros(rows, 2 * channels), tails, tails, row, row, torch.bfloat16)
+    engram.look_back(row, torch.zeros(3, 9, dtype=torch.int64), row, row, 4, 5, 2)
     x, weight = torch.zeros(rows, 1, hidden, **half), torch.zeros(1, size["latent"], hidden, **half)
     few_rows.grouped_linear(x, weight, FP8)
     few_rows.grouped_linear(x, weight, None)

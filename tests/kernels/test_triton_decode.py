@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
-from cedar.kernels import attention, dense, engram, experts, indexer, mhc, pages
+from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc, pages
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Paged, Stored
 
@@ -259,6 +259,53 @@ def test_feed(device: str, dtype: torch.dtype, rounded: bool) -> None:
     # a last bit before the rounding may move an inner value by one code
     torch.testing.assert_close(got, want, rtol=3e-2, atol=0.3 if rounded or dtype == torch.bfloat16 else 1e-4)
     assert (got - want).abs().mean() <= (0.1 if dtype == torch.bfloat16 and device == "cpu" else 0.02)
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_split_latent(device: str, dtype: torch.dtype, rounded: bool) -> None:
+    latent = torch.randn(3, 96 + 64, device=device).to(dtype)
+    gains = torch.randn(160, device=device).to(dtype)
+    cos, sin = angles(3, 8, device, dtype)
+    slot, row = torch.tensor([1, 0, 2], device=device), torch.tensor([0, 2, 1], device=device)
+    stores = [empty_storage(FP8, 3, 3, 64, device) for _ in range(2)]
+    iterator = iter(stores)
+    got, want = both(
+        lambda: pages.split_latent(
+            latent, gains[:96], 1e-20, FP8 if rounded else None, gains[96:], 1e-20, cos, sin, next(iterator), slot, row,
+            slot < 2,
+        )  # fmt: skip
+    )
+    torch.testing.assert_close(got, want, rtol=0.13 if rounded else tolerance(dtype)["rtol"], atol=1e-2)
+    same = stores[0].codes_PNX == stores[1].codes_PNX
+    assert same.float().mean() >= (0.7 if dtype == torch.bfloat16 and device == "cpu" else 0.98)
+    assert bool((stores[1].codes_PNX[2] == 255).all())
+
+
+def test_pool_pairs(device: str, dtype: torch.dtype) -> None:
+    fresh = torch.randn(3, 2 * 40, device=device)
+    rings = torch.randn(2, 4, 7, 40, device=device)
+    slot, position = torch.tensor([2, 0, 1], device=device), torch.tensor([0, 7, 2**20 - 1], device=device)
+    copies = [rings.clone(), rings.clone()]
+    iterator = iter(copies)
+    got, want = both(lambda: compress.pool_pairs(fresh, *next(iterator), slot, position, dtype))
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+    assert torch.equal(*copies) and not torch.equal(copies[0], rings)
+
+
+def test_look_back(device: str) -> None:
+    history = torch.randint(0, 50, (4, 9), device=device)
+    history[1, -2], history[2, -1], history[3] = 49, -1, -1
+    slot, ids = torch.tensor([3, 1, 0, 2], device=device), torch.tensor([7, 8, 49, 9], device=device)
+    compressed = torch.randperm(50, device=device)
+    copies = [history.clone(), history.clone()]
+    iterator = iter(copies)
+    got, want = both(
+        lambda: engram.look_back(
+            ids, next(iterator), slot, compressed, num_lookbacks=4, image_token_id=49, pad_token_id=2
+        )
+    )
+    assert torch.equal(got, want) and torch.equal(*copies)
+    assert want[2].tolist() == [int(compressed[2])] * 4 and int(want[1, 0]) == int(compressed[8])
 
 
 def test_engram(device: str, dtype: torch.dtype) -> None:

@@ -53,3 +53,20 @@ def engram_memory(
 ) -> Tensor:
     row_TK = engram_rows(compressed_TL, multiplier_L, prime_K, offset_K)
     return dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)
+
+
+def look_back(
+    ids_T: Tensor,
+    history_SH: Tensor,
+    slot_T: Tensor,
+    compressed_V: Tensor,
+    num_lookbacks: int,
+    image_token_id: int,
+    pad_token_id: int,
+) -> Tensor:
+    history_TH = torch.cat([history_SH[slot_T, 1:], ids_T.unsqueeze(-1)], dim=-1)
+    history_SH[slot_T] = history_TH
+    newest_TL = history_TH.flip(-1)[:, :num_lookbacks]
+    broken_TL = (newest_TL == image_token_id) | (newest_TL < 0)
+    dead_TL = broken_TL.int().cumsum(-1) > 0
+    return torch.where(dead_TL, compressed_V[pad_token_id], compressed_V[newest_TL.clamp(min=0)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import pages as ops
-from cedar.kernels.dense import rms_norm, rotate
+from cedar.kernels.dense import norm_round, rms_norm, rotate
 from cedar.kernels.pages import Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 
@@ -36,3 +37,22 @@ def store_normed(
     turned_TC = rotate(normed_TC.unsqueeze(1), cos_TR, sin_TR).squeeze(1)
     ops.store_rows(turned_TC, stored, page_T, row_T, present_T)
     return normed_TC
+
+
+def split_latent(
+    latent_TX: Tensor,
+    query_gain_Q: Tensor,
+    query_eps: float,
+    query_spec: FormatSpec | None,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+) -> Tensor:
+    num_latent = query_gain_Q.shape[0]
+    ops.store_normed(latent_TX[:, num_latent:], gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
+    return norm_round(latent_TX[:, :num_latent], query_gain_Q, query_eps, query_spec)

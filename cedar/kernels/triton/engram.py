@@ -13,13 +13,15 @@ from torch import Tensor
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.stored import e4m3_value, e8m0_value
 
-__all__ = ["FORWARD_ONLY", "engram_gate", "engram_memory", "fits", "unavailable"]
+__all__ = ["FORWARD_ONLY", "engram_gate", "engram_memory", "fits", "look_back", "unavailable"]
 
-FORWARD_ONLY = ("engram_memory", "engram_gate")
+FORWARD_ONLY = ("engram_memory", "engram_gate", "look_back")
 
 
 def fits(op: str, first: Tensor, *others: Tensor) -> bool:
     """The gate: streams of at most 8192 channels. The gather: a table where the ids are."""
+    if op == "look_back":
+        return first.numel() > 0
     if op == "engram_memory":
         return first.numel() > 0 and others[0].device == first.device
     return first.numel() > 0 and first.shape[-1] <= 8192 and is_half_or_float(first)
@@ -108,3 +110,44 @@ def engram_gate(
         N=num_streams, B=next_power_of_2(channels), num_warps=4,
     )  # fmt: skip
     return out_TND
+
+
+@triton.jit
+def _look_back(
+    ids_ptr, history_ptr, slot_ptr, compressed_ptr, out_ptr, image_token_id, pad_token_id, num_history,
+    L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, H)
+    row = history_ptr + tl.load(slot_ptr + t) * num_history
+    own = tl.load(ids_ptr + t)
+    # one warp: all its lanes have read before the first one writes
+    older = tl.load(row + place + 1, mask=place < num_history - 1, other=-1)
+    history = tl.where(place == num_history - 1, own, older)
+    tl.store(row + place, history, mask=place < num_history)
+    pad = tl.load(compressed_ptr + pad_token_id)
+    dead = 0
+    for back in tl.static_range(L):
+        raw = tl.sum(tl.where(place == num_history - 1 - back, history, 0), axis=0)
+        dead = dead | (raw == image_token_id).to(tl.int32) | (raw < 0).to(tl.int32)
+        compressed = tl.load(compressed_ptr + tl.where(dead != 0, 0, raw))
+        tl.store(out_ptr + t * L + back, tl.where(dead != 0, pad, compressed))
+
+
+def look_back(
+    ids_T: Tensor,
+    history_SH: Tensor,
+    slot_T: Tensor,
+    compressed_V: Tensor,
+    num_lookbacks: int,
+    image_token_id: int,
+    pad_token_id: int,
+) -> Tensor:
+    num_rows, num_history = ids_T.shape[0], history_SH.shape[1]
+    out_TL = torch.empty(num_rows, num_lookbacks, device=ids_T.device, dtype=torch.int64)
+    assert num_history <= 32, "a warp holds a history"
+    _look_back[(num_rows,)](
+        ids_T.contiguous(), history_SH, slot_T, compressed_V, out_TL, image_token_id, pad_token_id, num_history,
+        L=num_lookbacks, H=32, num_warps=1,
+    )  # fmt: skip
+    return out_TL

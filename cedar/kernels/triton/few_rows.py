@@ -93,20 +93,24 @@ def operand(x: Tensor) -> tl.dtype:
 
 
 @triton.jit
-def _norm_round(
-    x_ptr, gain_ptr, y_ptr, row_stride, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
+def norm_round_row(x_ptr, gain_ptr, y_ptr, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
+    """One row; `x_ptr` and `y_ptr` stand at its beginning."""
     channel = tl.arange(0, B)
     inside = channel < channels
-    x = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / channels + eps)
     y = (x * inverse * gain).to(y_ptr.dtype.element_ty)
     if ROUNDED:
         grouped = tl.reshape(y.to(tl.float32), (B // 32, 32))
         y = tl.reshape(round_groups(grouped, 0), (B,)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * channels + channel, y, mask=inside)
+    tl.store(y_ptr + channel, y, mask=inside)
+
+
+@triton.jit
+def _norm_round(x_ptr, gain_ptr, y_ptr, row_stride, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    norm_round_row(x_ptr + row * row_stride, gain_ptr, y_ptr + row * channels, channels, eps, ROUNDED, B)
 
 
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
@@ -114,7 +118,7 @@ def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None
     channels = x_TI.shape[-1]
     y_TI = torch.empty(x_TI.shape, device=x_TI.device, dtype=x_TI.dtype)
     if x_TI.shape[0]:
-        width = next_power_of_2(channels)
+        width = max(32, next_power_of_2(channels))
         _norm_round[(x_TI.shape[0],)](
             x_TI, gain_I, y_TI, x_TI.stride(0), channels, eps, ROUNDED=spec is not None, B=width, num_warps=4
         )

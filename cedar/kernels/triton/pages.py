@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
+from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
 from cedar.kernels.pages import Stored
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.few_rows import norm_round_row
 from cedar.kernels.triton.quantize import ceil_power_of_two, round_to_grid
 
-__all__ = ["FORWARD_ONLY", "fits", "store_normed", "store_rows", "unavailable"]
+__all__ = ["FORWARD_ONLY", "fits", "split_latent", "store_normed", "store_rows", "unavailable"]
 
-FORWARD_ONLY = ("store_rows", "store_normed")
+FORWARD_ONLY = ("store_rows", "store_normed", "split_latent")
 _KIND = {FP8: 0, FP4_MAIN: 1, FP4_INDEX: 2}
 
 
@@ -87,20 +88,20 @@ def _store_rows(
 
 
 @triton.jit
-def _store_normed(
-    x_ptr, gain_ptr, cos_ptr, sin_ptr, normed_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr,
+def _norm_turn_store(
+    t, x_ptr, gain_ptr, cos_ptr, sin_ptr, normed_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr,
     row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
-    KIND: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    KIND: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, G)[:, None] * S + tl.arange(0, S)[None, :]
     inside = channel < channels
-    dtype = normed_ptr.dtype.element_ty
+    dtype = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + t * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, axis=1), axis=0) / channels + eps)
     normed = (x * inverse * gain).to(dtype)
-    tl.store(normed_ptr + t * channels + channel, normed, mask=inside)
+    if KEEP:
+        tl.store(normed_ptr + t * channels + channel, normed, mask=inside)
     # the partner of a rotated channel: the other one of its adjacent pair
     turned = channel - (channels - 2 * num_angles)
     turns = inside & (turned >= 0)
@@ -117,6 +118,38 @@ def _store_normed(
         y.to(dtype).to(tl.float32), tl.load(page_ptr + t), tl.load(row_ptr + t), tl.load(present_ptr + t) != 0,
         codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row, channels // S, KIND, G, S,
     )  # fmt: skip
+
+
+@triton.jit
+def _store_normed(
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, normed_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr,
+    row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
+    KIND: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    _norm_turn_store(
+        tl.program_id(0).to(tl.int64), x_ptr, gain_ptr, cos_ptr, sin_ptr, normed_ptr, page_ptr, row_ptr, present_ptr,
+        codes_ptr, scales_ptr, row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
+        KIND, G, S, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _split_latent(
+    x_ptr, query_gain_ptr, query_ptr, gain_ptr, cos_ptr, sin_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr,
+    row_stride, num_latent, channels, num_angles, query_eps, eps, code_page, code_row, scale_page, scale_row,
+    ROUNDED: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        norm_round_row(
+            x_ptr + t * row_stride, query_gain_ptr, query_ptr + t * num_latent, num_latent, query_eps, ROUNDED, B
+        )
+    else:
+        _norm_turn_store(
+            t, x_ptr + num_latent, gain_ptr, cos_ptr, sin_ptr, x_ptr, page_ptr, row_ptr, present_ptr, codes_ptr,
+            scales_ptr, row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
+            0, G, S, False,
+        )  # fmt: skip
 
 
 def _place(stored: Stored) -> tuple[int, int, int, int]:
@@ -153,3 +186,29 @@ def store_normed(
         KIND=_KIND[stored.spec], G=next_power_of_2(channels // group), S=group, num_warps=2,
     )  # fmt: skip
     return normed_TC
+
+
+def split_latent(
+    latent_TX: Tensor,
+    query_gain_Q: Tensor,
+    query_eps: float,
+    query_spec: FormatSpec | None,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+) -> Tensor:
+    assert stored.spec == FP8 and query_spec in (None, FP8)
+    num_rows, num_latent, channels = latent_TX.shape[0], query_gain_Q.shape[0], stored.channels
+    query_TQ = torch.empty(num_rows, num_latent, device=latent_TX.device, dtype=latent_TX.dtype)
+    _split_latent[(num_rows, 2)](
+        latent_TX, query_gain_Q, query_TQ, gain_C, cos_TR, sin_TR, page_T, row_T, present_T, stored.codes_PNX,
+        stored.scales_PNG, latent_TX.stride(0), num_latent, channels, cos_TR.shape[-1], query_eps, eps,
+        *_place(stored), ROUNDED=query_spec is not None, B=max(32, next_power_of_2(num_latent)),
+        G=next_power_of_2(channels // 32), S=32, num_warps=4,
+    )  # fmt: skip
+    return query_TQ
