@@ -70,7 +70,9 @@ def rows_of(model: Transformer, cache: CacheManager, count: int, context: int, s
     return rows
 
 
-def measure(model: Transformer, count: int, context: int, steps: int, profile: Path | None) -> tuple[float, float, float]:
+def measure(
+    model: Transformer, count: int, context: int, steps: int, profile: Path | None
+) -> tuple[float, float, float]:
     """(tokens a second, spread, milliseconds of the first step)."""
     pages = count * (-(-(context + steps + 1) // 128)) + 2
     cache = CacheManager(model.config, num_pages=pages, dtype=model.dtype, device=model.device)
@@ -87,9 +89,7 @@ def measure(model: Transformer, count: int, context: int, steps: int, profile: P
     for _ in range(steps // part):
         started = time.perf_counter()
         for _ in range(part):
-            rows = [
-                Row(row.state, row.lease, token, row.sampler) for row, token in zip(rows, chosen, strict=True)
-            ]
+            rows = [Row(row.state, row.lease, token, row.sampler) for row, token in zip(rows, chosen, strict=True)]
             for row, token in zip(rows, chosen, strict=True):
                 row.sampler.take(token)
             chosen, _ = runner.step(rows)
@@ -137,8 +137,15 @@ def main() -> None:
                     )
                 writer.writerow(
                     [
-                        datetime.date.today().isoformat(), commit, machine, name, count, arguments.context,
-                        round(rate), round(spread), round(1e6 * count / rate),
+                        datetime.date.today().isoformat(),
+                        commit,
+                        machine,
+                        name,
+                        count,
+                        arguments.context,
+                        round(rate),
+                        round(spread),
+                        round(1e6 * count / rate),
                     ]  # fmt: skip
                 )
 

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
-from cedar.kernels import attention, indexer, mhc, pages
+from cedar.kernels import attention, dense, experts, indexer, mhc, pages
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Paged, Stored
+from cedar.kernels.quantize import round_rows
 
 DEVICE = "cuda"
 COLUMNS = (
@@ -119,7 +120,9 @@ def ceilings() -> tuple[float, float]:
 
 def _stored(spec: FormatSpec, num_pages: int, num_rows: int, channels: int) -> Stored:
     """Random codes under sane scales."""
-    codes = torch.randint(0, 256, (num_pages, num_rows, channels * spec.element_bits // 8), dtype=torch.uint8, device=DEVICE)
+    codes = torch.randint(
+        0, 256, (num_pages, num_rows, channels * spec.element_bits // 8), dtype=torch.uint8, device=DEVICE
+    )
     if spec == FP8:
         codes &= 0xBF
     # E4M3 of about 1/4 to 2, or powers of two around 1
@@ -192,7 +195,9 @@ def reindex() -> Iterator[Case]:
         paged = Paged(keys, page_SP, slot_T)
         query = torch.randn(rows, heads, channels, device=DEVICE, dtype=torch.bfloat16)
         weight = torch.randn(rows, heads, device=DEVICE, dtype=torch.bfloat16)
-        block_TN = torch.stack([torch.randperm(tokens // size, device=DEVICE)[:blocks].sort().values for _ in range(rows)])
+        block_TN = torch.stack(
+            [torch.randperm(tokens // size, device=DEVICE)[:blocks].sort().values for _ in range(rows)]
+        )
         visible_T = torch.full((rows,), tokens, device=DEVICE)
         arguments = query, *_angles(rows, 32), weight, paged, visible_T, block_TN, size
 
@@ -261,11 +266,64 @@ def window_write() -> Iterator[Case]:
         )
 
 
+def moe() -> Iterator[Case]:
+    num_experts, hidden, inner, k = 384, 5120, 2304, 6
+
+    def weights(outputs: int, inputs: int) -> experts.Packed:
+        codes = torch.randint(0, 256, (num_experts, outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+        # about 2 ** -7
+        scales = torch.randint(118, 122, (num_experts, outputs, inputs // 32), dtype=torch.uint8, device=DEVICE)
+        return experts.Packed(codes, scales)
+
+    stacks = weights(inner, hidden), weights(inner, hidden), weights(hidden, inner)
+    for rows in (1, 8, 32, 128):
+        u = round_rows(torch.randn(rows, hidden, device=DEVICE), FP8).bfloat16()
+        ids = torch.rand(rows, num_experts, device=DEVICE).topk(k).indices.sort(-1).values
+        share = torch.rand(rows, k, device=DEVICE)
+        hit = int(ids.unique().numel())
+
+        def run(u: Tensor = u, ids: Tensor = ids, share: Tensor = share) -> Tensor:
+            return experts.packed_experts(u, ids, share, *stacks, limit=10.0, round_inner=True)
+
+        def part(u: Tensor = u, ids: Tensor = ids, share: Tensor = share) -> Tensor:
+            # sixteen experts are what the reference can decode at once
+            few = [experts.Packed(stack.codes[:16], stack.scales[:16]) for stack in stacks]
+            some = torch.rand(u.shape[0], 16, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
+            chosen = some.topk(k).indices.sort(-1).values
+            return experts.packed_experts(u, chosen, share, *few, limit=10.0, round_inner=True)
+
+        num_bytes = hit * 3 * inner * hidden * 17 // 32 + rows * (hidden * 2 + hidden * 4)
+        # an inner value may round to the next FP8 code
+        yield Case(
+            op="moe", case=f"B={rows} ({hit} hit)", bytes=num_bytes, flops=rows * k * 6 * inner * hidden, run=run,
+            want=part, tolerance=1e-2,
+        )  # fmt: skip
+
+
+def dense_fp8() -> Iterator[Case]:
+    for name, outputs, inputs in (("wq_b", 32768, 1280), ("wq_a_wkv", 1792, 5120), ("wo_b", 5120, 8192)):
+        codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, device=DEVICE) & 0xBF
+        scales = torch.randint(115, 121, (outputs // 32, inputs // 32), dtype=torch.uint8, device=DEVICE)
+        for rows in (1, 8, 32, 128):
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+
+            def run(x: Tensor = x, codes: Tensor = codes, scales: Tensor = scales) -> Tensor:
+                return dense.packed_linear(x, codes, scales, FP8)
+
+            num_bytes = outputs * inputs + outputs * inputs // 1024 + rows * 2 * (inputs + outputs)
+            yield Case(
+                op="dense_fp8", case=f"{name} B={rows}", bytes=num_bytes, flops=rows * 2 * outputs * inputs, run=run,
+                want=run,
+            )  # fmt: skip
+
+
 OPS: dict[str, Callable[[], Iterator[Case]]] = {
     "sparse_decode": sparse_decode,
     "topk": topk,
     "index_logits": index_logits,
     "reindex": reindex,
+    "moe": moe,
+    "dense_fp8": dense_fp8,
     "mhc": mhc_step,
     "window_write": window_write,
 }

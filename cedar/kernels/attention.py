@@ -97,4 +97,6 @@ def paged_attention(
     check.shape("paged_attention", "query", query_THC, slot_T.shape[0], None, window.channels)
     check.shape("paged_attention", "sink", sink_H, query_THC.shape[1])
     run = select("paged_attention", query_THC)
-    return run(query_THC, cos_TR, sin_TR, window, slot_T, position_T, floor_T, entries, selection_TK, sink_H, num_window)
+    return run(
+        query_THC, cos_TR, sin_TR, window, slot_T, position_T, floor_T, entries, selection_TK, sink_H, num_window
+    )

@@ -72,3 +72,18 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     """
     check.shape("grouped_linear", "weight", weight_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
     return select("grouped_linear", x_TGI, weight_GOI)(x_TGI, weight_GOI, spec)
+
+
+def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    """`linear` with a weight as the checkpoint stores it, summed in float32, in x's dtype: [T, O]. No gradient.
+
+    Args:
+        codes_OI: uint8 E4M3.
+        scales: uint8 E8M0, one for each tile of 32 x 32.
+        spec: The input is rounded to it on the way in; None takes it as it is.
+
+    Source: architecture.md 7.2.
+    """
+    check.shape("packed_linear", "codes", codes_OI, None, x_TI.shape[-1])
+    check.shape("packed_linear", "scales", scales, -(-codes_OI.shape[0] // 32), -(-codes_OI.shape[1] // 32))
+    return select("packed_linear", x_TI, codes_OI)(x_TI, codes_OI, scales, spec)

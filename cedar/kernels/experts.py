@@ -82,3 +82,30 @@ def feed(
     check.shape("feed", "shared1", weights.shared1_ID, None, u_TD.shape[-1])
     run = select("feed", u_TD, weights.w1_EID)
     return run(u_TD, ids_TK, weights_TK, weights, limit, round_inner)
+
+
+class Packed(NamedTuple):
+    """A stack of experts' weights in MXFP4: uint8 codes [E, out, in / 2] and E8M0 scales [E, out, in / 32]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def packed_experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1: Packed,
+    w3: Packed,
+    w2: Packed,
+    *,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    """`experts` with weights as the checkpoint stores them: float32 [T, D]. No gradient.
+
+    Cost: each chosen expert's bytes once for every sixteen rows that chose it.
+    """
+    check.shape("packed_experts", "w1", w1.codes, None, None, u_TD.shape[-1] // 2)
+    run = select("packed_experts", u_TD, w1.codes, ids_TK)
+    return run(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)

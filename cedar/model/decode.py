@@ -341,13 +341,9 @@ class SlotDecoder:
         kv_TX = _linear(memory_TX, engram.wkv.weight, self._spec)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
-        return engram_gate(
-            streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps
-        )
+        return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
-    def _attend(
-        self, layer: _Layer, step: DecodeStep, entered: Entered, shared: SharedKV
-    ) -> tuple[Tensor, SharedKV]:
+    def _attend(self, layer: _Layer, step: DecodeStep, entered: Entered, shared: SharedKV) -> tuple[Tensor, SharedKV]:
         attention, plan = layer.block.attn, layer.block.plan
         latent_TX = _linear(entered.rounded_TD, layer.latent)
         latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)

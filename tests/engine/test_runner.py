@@ -98,7 +98,8 @@ def test_a_sequence_that_is_set_aside_comes_back(model: Transformer) -> None:
     plain, slotted = make_engine(model), make_engine(model, num_pages=4, slots=2, max_context=300, reserve_tokens=1)
     try:
         asked = [
-            Request(prompt_ids=prompt(120, n), sampling=SamplingParams(max_tokens=16, temperature=0.0)) for n in range(2)
+            Request(prompt_ids=prompt(120, n), sampling=SamplingParams(max_tokens=16, temperature=0.0))
+            for n in range(2)
         ]
         want, got = answers(plain, asked), answers(slotted, asked)
         assert [ids for ids, _ in got] == [ids for ids, _ in want]
@@ -164,7 +165,11 @@ def test_rows_are_chosen_as_one_by_one(seed: int) -> None:
     assert got[5] == -1
     rows = [row for row in range(40) if row != 5]
     assert [got[row] for row in rows] == [choose(logits_TV[row], every[row], float(draws[0, row])) for row in rows]
-    plain = RowParams(*params)._replace(top_k_T=params.top_k_T * 0, top_p_T=params.top_p_T * 0 + 1, min_p_T=params.min_p_T * 0)
+    plain = RowParams(*params)._replace(
+        top_k_T=params.top_k_T * 0, top_p_T=params.top_p_T * 0 + 1, min_p_T=params.min_p_T * 0
+    )
     got = choose_rows(logits_TV, plain, filtered=False).tolist()
-    want = [choose(logits_TV[row], SamplingParams(temperature=every[row].temperature), float(draws[0, row])) for row in rows]
+    want = [
+        choose(logits_TV[row], SamplingParams(temperature=every[row].temperature), float(draws[0, row])) for row in rows
+    ]
     assert [got[row] for row in rows] == want

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
-from cedar.kernels.experts import Weights
+from cedar.kernels.experts import Packed, Weights
 from cedar.kernels.mhc import Sublayer
 from cedar.kernels.pages import Paged, Stored
 
@@ -91,6 +91,8 @@ def call_all(size: dict[str, int]) -> None:
         engram,
         feed,
         few_rows,
+        packed_experts,
+        packed_linear,
         paged_attention,
         paged_indexer,
         pages,
@@ -141,9 +143,26 @@ def call_all(size: dict[str, int]) -> None:
         u, None, torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5
     )
     feed.feed(u, ids, weights, matrices, 10.0, True)
+    inner_up, inner_down = (
+        Packed(
+            torch.zeros(num_experts, a, b // 2, dtype=torch.uint8),
+            torch.zeros(num_experts, a, b // 32, dtype=torch.uint8),
+        )
+        for a, b in ((inner, hidden), (hidden, inner))
+    )
+    packed_experts.packed_experts(u, ids, weights, inner_up, inner_up, inner_down, 10.0, True)
+    tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
+    packed_linear.packed_linear(u, torch.zeros(size["latent"], hidden, dtype=torch.uint8), tiles, FP8)
     if hidden <= 1024:
         sublayer = Sublayer(
-            torch.zeros(24, 4 * hidden), torch.zeros(3), torch.zeros(24), torch.zeros(hidden, **half), 20, 1e-6, 1e-20, 1e-20
+            torch.zeros(24, 4 * hidden),
+            torch.zeros(3),
+            torch.zeros(24),
+            torch.zeros(hidden, **half),
+            20,
+            1e-6,
+            1e-20,
+            1e-20,
         )
         streams, four = torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4)
         advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
@@ -151,7 +170,9 @@ def call_all(size: dict[str, int]) -> None:
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16)
     gains = torch.zeros(4, hidden, **half)
-    engram.engram_gate(torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4, hidden, **half), u, present, gains, gains, 1e-20)
+    engram.engram_gate(
+        torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4, hidden, **half), u, present, gains, gains, 1e-20
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cedar.formats import fp4, fp8
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
-from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc, pages
+from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc, pages, quantize
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Paged, Stored
 
@@ -71,7 +72,9 @@ def angles(rows: int, count: int, device: str, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("spec", [FP8, FP4_MAIN, FP4_INDEX], ids=["fp8", "main", "index"])
 @pytest.mark.parametrize("channels", [32, 96])
 def test_rows_are_stored_byte_for_byte(device: str, dtype: torch.dtype, spec: FormatSpec, channels: int) -> None:
-    x = (torch.randn(5, channels, device=device) * torch.tensor([[1e-6], [1.0], [300.0], [0.0], [1.0]], device=device)).to(dtype)
+    x = (
+        torch.randn(5, channels, device=device) * torch.tensor([[1e-6], [1.0], [300.0], [0.0], [1.0]], device=device)
+    ).to(dtype)
     x[1, 3] = -0.0
     page, row = torch.tensor([1, 0, 2, 1, 0], device=device), torch.tensor([0, 2, 1, 1, 1], device=device)
     present = torch.tensor([True, True, True, True, False], device=device)
@@ -92,9 +95,7 @@ def test_normed_rows_are_stored(device: str, dtype: torch.dtype, spec: FormatSpe
     stores = [empty_storage(spec, 3, 3, channels, device) for _ in range(2)]
     iterator = iter(stores)
     cos, sin = angles(3, 8, device)
-    got_rows, want_rows = both(
-        lambda: pages.store_normed(x, gain, 1e-20, cos, sin, next(iterator), page, row, present)
-    )
+    got_rows, want_rows = both(lambda: pages.store_normed(x, gain, 1e-20, cos, sin, next(iterator), page, row, present))
     torch.testing.assert_close(got_rows, want_rows, **tolerance(dtype))
     want, got = stores
     if dtype == torch.bfloat16 and device == "cpu":
@@ -116,7 +117,9 @@ def test_grouped_linear(
     x = torch.randn(rows, groups, channels, device=device).to(dtype)
     weight = torch.randn(groups, outputs, channels, device=device).to(dtype)
     got, want = both(lambda: dense.grouped_linear(x, weight, FP8 if rounded else None))
-    torch.testing.assert_close(got, want, rtol=2e-2 if dtype == torch.bfloat16 else 2e-5, atol=1e-1 if dtype == torch.bfloat16 else 2e-4)
+    torch.testing.assert_close(
+        got, want, rtol=2e-2 if dtype == torch.bfloat16 else 2e-5, atol=1e-1 if dtype == torch.bfloat16 else 2e-4
+    )
 
 
 @pytest.mark.parametrize("rounded", [True, False])
@@ -134,7 +137,10 @@ def test_norm_round(device: str, dtype: torch.dtype, rounded: bool) -> None:
 @pytest.mark.parametrize("channels", [32, 160])
 def test_advance(device: str, dtype: torch.dtype, channels: int, fresh: bool) -> None:
     rows = 3
-    streams, y = (torch.randn(rows, 4, channels, device=device).to(dtype), torch.randn(rows, channels, device=device).to(dtype))
+    streams, y = (
+        torch.randn(rows, 4, channels, device=device).to(dtype),
+        torch.randn(rows, channels, device=device).to(dtype),
+    )
     premix, post, mixing = (torch.rand(rows, *shape, device=device) for shape in ((4,), (4,), (4, 4)))
     sublayer = mhc.Sublayer(
         torch.randn(24, 4 * channels, device=device) * 0.1,
@@ -253,7 +259,14 @@ def test_feed(device: str, dtype: torch.dtype, rounded: bool) -> None:
     rows, channels, inner = 3, 160, 64
     u, weights = torch.randn(rows, channels, device=device).to(dtype), torch.rand(rows, 2, device=device)
     ids = torch.tensor([[0, 4], [1, 2], [3, 4]], device=device)
-    shapes = ((5, inner, channels), (5, inner, channels), (5, channels, inner), (inner, channels), (inner, channels), (channels, inner))
+    shapes = (
+        (5, inner, channels),
+        (5, inner, channels),
+        (5, channels, inner),
+        (inner, channels),
+        (inner, channels),
+        (channels, inner),
+    )
     matrices = experts.Weights(*((torch.randn(shape, device=device) * 0.2).to(dtype) for shape in shapes))
     got, want = both(lambda: experts.feed(u, ids, weights, matrices, limit=2.0, round_inner=rounded))
     # a last bit before the rounding may move an inner value by one code
@@ -271,7 +284,17 @@ def test_split_latent(device: str, dtype: torch.dtype, rounded: bool) -> None:
     iterator = iter(stores)
     got, want = both(
         lambda: pages.split_latent(
-            latent, gains[:96], 1e-20, FP8 if rounded else None, gains[96:], 1e-20, cos, sin, next(iterator), slot, row,
+            latent,
+            gains[:96],
+            1e-20,
+            FP8 if rounded else None,
+            gains[96:],
+            1e-20,
+            cos,
+            sin,
+            next(iterator),
+            slot,
+            row,
             slot < 2,
         )  # fmt: skip
     )
@@ -327,3 +350,39 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
         lambda: engram.engram_gate(streams, kv[:, :384].unflatten(1, (4, 96)), kv[:, 384:], dead, *gains, 1e-20)
     )
     torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize(("rows", "channels", "outputs"), [(1, 96, 40), (17, 1056, 33)])
+def test_packed_linear(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    channels: int,
+    outputs: int,
+    rounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(rows, channels + 32, device=device).to(dtype)[:, 32:]
+    scales = torch.tensor([[1.0], [1e-3]], device=device).repeat_interleave(32, 0)[:outputs]
+    codes, tiles = fp8.quantize_tiles(torch.randn(outputs, channels, device=device) * scales)
+    got, want = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
+    bounds = {"rtol": 2e-2, "atol": 0.3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(got, want, **bounds)
+
+
+@pytest.mark.parametrize(("rows", "k", "num_experts"), [(1, 3, 5), (40, 2, 6)])
+def test_packed_experts(device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int) -> None:
+    channels, inner = 96, 160
+    u = quantize.round_rows(torch.randn(rows, channels, device=device), FP8).to(dtype)
+    ids = torch.stack([torch.randperm(num_experts, device=device)[:k].sort().values for _ in range(rows)])
+    # one expert that most chose fills more than a tile
+    ids[: rows // 2, 0] = 0
+    weights = torch.rand(rows, k, device=device)
+    shapes = ((inner, channels), (inner, channels), (channels, inner))
+    packed = [
+        experts.Packed(*fp4.quantize_fp4_index(torch.randn(num_experts, *s, device=device) * 0.1)) for s in shapes
+    ]
+    got, want = both(lambda: experts.packed_experts(u, ids, weights, *packed, limit=2.0, round_inner=True))
+    # a last bit before the rounding may move an inner value by one code
+    assert float((got - want).norm() / want.norm()) < (5e-2 if dtype == torch.bfloat16 else 1e-2)

@@ -54,9 +54,7 @@ class Rig:
         self.cache = CacheManager(config, num_pages=40, dtype=model.dtype)
         layout = PageLayout(config)
         rows = {
-            (what, source): Stored(
-                self.cache.pool.field(field.codes), self.cache.pool.field(field.scales), field.spec
-            )
+            (what, source): Stored(self.cache.pool.field(field.codes), self.cache.pool.field(field.scales), field.spec)
             for (what, source), field in layout.rows.items()
         }
         self.slots = DecodeSlots(
@@ -127,14 +125,10 @@ def test_a_sequence_that_left_its_slot_goes_on(model: Transformer) -> None:
         assert torch.equal(got.recent_L, want.recent_L)
         assert paged.history_L.tolist() == plain.history_L.tolist()
         ids_T = torch.tensor([7, 8, 9])
-        torch.testing.assert_close(
-            model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
         paged.roll_back(paged.num_tokens - 2)
         plain.roll_back(plain.num_tokens - 2)
-        torch.testing.assert_close(
-            model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_asks_the_device_nothing(model: Transformer) -> None:

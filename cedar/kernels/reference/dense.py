@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.formats.fp8 import dequantize_tiles
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import dense as ops
 from cedar.kernels.quantize import round_rows
@@ -44,3 +45,7 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     for x_TI, weight_OI in zip(x_TGI.unbind(1), weight_GOI, strict=True):
         groups.append(ops.linear(x_TI if spec is None else round_rows(x_TI, spec), weight_OI))
     return torch.stack(groups, dim=1)
+
+
+def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    return ops.linear(x_TI if spec is None else round_rows(x_TI, spec), dequantize_tiles(codes_OI, scales, x_TI.dtype))

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.formats.spec import FP8
+from cedar.formats.spec import FP4_INDEX, FP8
 from cedar.kernels import experts as ops
 from cedar.kernels.dense import linear, swiglu
-from cedar.kernels.quantize import round_rows
+from cedar.kernels.quantize import dequantize_rows, round_rows
 
 
 def route(
@@ -67,3 +67,17 @@ def feed(
     inner_TI = swiglu(linear(u_TD, weights.shared1_ID), linear(u_TD, weights.shared3_ID), limit).to(u_TD.dtype)
     shared_TD = linear(round_rows(inner_TI, FP8) if round_inner else inner_TI, weights.shared2_DI)
     return (routed_TD + shared_TD.float()).to(u_TD.dtype)
+
+
+def packed_experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1: ops.Packed,
+    w3: ops.Packed,
+    w2: ops.Packed,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    weights = (dequantize_rows(codes, scales, FP4_INDEX, u_TD.dtype) for codes, scales in (w1, w3, w2))
+    return ops.experts(u_TD, ids_TK, weights_TK, *weights, limit=limit, round_inner=round_inner)

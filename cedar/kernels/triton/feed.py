@@ -67,7 +67,7 @@ def _down(
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
-    for slot in range(0, k + 1):
+    for slot in range(k + 1):
         down_ptr = shared2_ptr
         if slot < k:
             down_ptr = w2_ptr + tl.load(ids_ptr + t * k + slot) * channels * num_inner
@@ -83,9 +83,7 @@ def _down(
     tl.store(y_ptr + t * channels + channel, total.to(y_ptr.dtype.element_ty), mask=channel < channels)
 
 
-def feed(
-    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, limit: float, round_inner: bool
-) -> Tensor:
+def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, limit: float, round_inner: bool) -> Tensor:
     num_rows, channels = u_TD.shape
     num_inner, k = weights.w1_EID.shape[1], ids_TK.shape[1]
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()

@@ -32,7 +32,9 @@ def fits(op: str, query: Tensor) -> bool:
 
 
 @triton.jit
-def _scores_and_values(query_even, query_odd, even, odd, there, best, total, out_even, out_odd, scale, EXACT: tl.constexpr):
+def _scores_and_values(
+    query_even, query_odd, even, odd, there, best, total, out_even, out_odd, scale, EXACT: tl.constexpr
+):
     """One tile of keys into the running softmax."""
     if EXACT:
         score = tl.dot(query_even, tl.trans(even), input_precision="ieee")
@@ -103,7 +105,9 @@ def _attend(
         there = (column < num_window) & (where >= floor) & (where >= 0)
         row = tl.where(there, where, 0) % RING
         code = codes_ptr + slot * code_page + row[:, None] * code_row + 2 * pair[None, :]
-        exponent = tl.load(scales_ptr + slot * scale_page + row[:, None] * scale_row + group32[None, :], mask=there[:, None], other=127)
+        exponent = tl.load(
+            scales_ptr + slot * scale_page + row[:, None] * scale_row + group32[None, :], mask=there[:, None], other=127
+        )
         spread = tl.reshape(tl.broadcast_to(e8m0_value(exponent)[:, :, None], (J, C // 32, 16)), (J, HALF))
         key_even = (e4m3_value(tl.load(code, mask=there[:, None], other=0)) * spread).to(operand)
         key_odd = (e4m3_value(tl.load(code + 1, mask=there[:, None], other=0)) * spread).to(operand)
@@ -130,7 +134,9 @@ def _attend(
             key_even, key_odd = low.to(tl.float32) * spread, high.to(tl.float32) * spread
         else:
             # the product is at most 2688 and keeps every bit in float16; its two factors are split to stay in range
-            half = tl.reshape(tl.broadcast_to((factor * 0.0078125).to(tl.float16)[:, :, None], (J, C // 16, 8)), (J, HALF))
+            half = tl.reshape(
+                tl.broadcast_to((factor * 0.0078125).to(tl.float16)[:, :, None], (J, C // 16, 8)), (J, HALF)
+            )
             key_even, key_odd = (low * 128.0).to(tl.float16) * half, (high * 128.0).to(tl.float16) * half
         best, total, out_even, out_odd = _scores_and_values(
             query_even, query_odd, key_even, key_odd, there, best, total, out_even, out_odd, scale, EXACT

@@ -81,7 +81,9 @@ def _scores(
         page = tl.load(page_ptr + slot * page_stride + entry // PER_PAGE, mask=there, other=0)
         row = entry % PER_PAGE
         byte = tl.load(
-            codes_ptr + page[:, None] * code_page + row[:, None] * code_row + pair[None, :], mask=there[:, None], other=0
+            codes_ptr + page[:, None] * code_page + row[:, None] * code_row + pair[None, :],
+            mask=there[:, None],
+            other=0,
         )
         exponent = tl.load(
             scales_ptr + page[:, None] * scale_page + row[:, None] * scale_row + group[None, :],

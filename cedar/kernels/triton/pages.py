@@ -70,7 +70,9 @@ def _store(
         code = tl.where(value < 2.0, value * 2.0, tl.where(value < 4.0, value + 2.0, value * 0.5 + 4.0))
         low, high = tl.split(tl.reshape(code.to(tl.int32) + negative * 8, (G, S // 2, 2)))
         byte = tl.arange(0, S // 2)
-        tl.store(place + group[:, None] * (S // 2) + byte[None, :], (low + high * 16).to(tl.uint8), mask=wanted[:, None])
+        tl.store(
+            place + group[:, None] * (S // 2) + byte[None, :], (low + high * 16).to(tl.uint8), mask=wanted[:, None]
+        )
 
 
 @triton.jit
