@@ -369,8 +369,9 @@ def main() -> None:
             peer_us = None if case.peer is None else clock(case.peer[1])[0]
             floor = max(case.bytes / copy, case.flops / products) * 1e6
             row = (
-                datetime.date.today().isoformat(), commit, machine, case.op, case.case, f"{median:.2f}", f"{spread:.2f}",
-                case.bytes, case.flops, f"{floor / median:.3f}", "" if case.peer is None else case.peer[0],
+                datetime.date.today().isoformat(), commit, machine, case.op, case.case, f"{median:.2f}",
+                f"{spread:.2f}", case.bytes, case.flops, f"{floor / median:.3f}",
+                "" if case.peer is None else case.peer[0],
                 "" if peer_us is None else f"{peer_us:.2f}",
             )  # fmt: skip
             print(

@@ -81,7 +81,8 @@ def paged_attention(
 ) -> Tensor:
     """`attention` of decoding rows over stored bytes: each row reads its own ring and its own pages.
 
-    The queries are rotated on the way in, and the output back on the way out: the key is the value. No synchronisation and no shape that depends on data. No gradient.
+    The queries are rotated on the way in, and the output back on the way out: the key is the value. No
+    synchronisation and no shape that depends on data. No gradient.
 
     Args:
         query_THC: Not rotated yet.

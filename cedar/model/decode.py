@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cedar.model.transformer import Transformer
 
 # (what, KV source) -> the pool's bytes of it
-StoredRows = Mapping[tuple[Literal["entries", "keys"], int], Stored]
+StoredRows = Mapping[tuple[str, int], Stored]
 
 
 def unsuitable(state: SequenceState) -> str:
@@ -89,9 +89,9 @@ class DecodeSlots:
         ]
         pairing = [plan.layer for plan in layer_plans(config) if plan.writes_entries and plan.ratio == 2]
         # (content, gate) by position modulo the ring
+        ring = places, self.num_tail_rows, channels
         self.tails = {
-            layer: tuple(zeros(places, self.num_tail_rows, channels, dtype=torch.float32) for _ in range(2))
-            for layer in pairing
+            layer: (zeros(*ring, dtype=torch.float32), zeros(*ring, dtype=torch.float32)) for layer in pairing
         }
         self.history_SL = zeros(places, self.num_history)
         self.page_SP = torch.full((places, max_pages), idle_page, dtype=torch.int64, device=device)
@@ -102,7 +102,7 @@ class DecodeSlots:
 
     def enter(self, state: SequenceState, slot: int) -> None:
         """Copy a sequence's windows, halves and look-backs into a slot."""
-        for layer, (window, store) in enumerate(zip(self.windows, state.windows, strict=True)):
+        for window, store in zip(self.windows, state.windows, strict=True):
             row_R = torch.arange(self.num_ring, device=state.device)
             for plane, stored in zip(window[:2], store.read(row_R), strict=True):
                 plane[slot] = stored

@@ -5,6 +5,8 @@ T rows, N streams, D channels of a stream, B of them padded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -108,7 +110,7 @@ def advance(
     num_rows, num_streams, channels = streams_TND.shape
     streams_TND, premix_TN = streams_TND.contiguous(), premix_TN.contiguous()
     fresh = y_TD is not None
-    new = {"device": streams_TND.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": streams_TND.device, "dtype": torch.float32}
     out_TND = torch.empty_like(streams_TND) if fresh else streams_TND
     normed_TD = streams_TND.new_empty(num_rows, channels)
     rounded_TD = normed_TD if spec is None else torch.empty_like(normed_TD)

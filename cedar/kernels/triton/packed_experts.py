@@ -9,6 +9,8 @@ A choices (rows times experts a row), E experts, D channels, I inner channels, B
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -166,7 +168,7 @@ def packed_experts(
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
     # no more tiles than these, however the rows choose
     num_tiles = min(num_choices, num_experts) + num_choices // _ROWS
-    new = {"device": u_TD.device, "dtype": torch.int32}
+    new: dict[str, Any] = {"device": u_TD.device, "dtype": torch.int32}
     plan = torch.full((num_tiles * (1 + _ROWS),), -1, **new)
     tile_expert, member = plan[:num_tiles], plan[num_tiles:]
     experts = next_power_of_2(num_experts)

@@ -8,6 +8,8 @@ T rows, H heads, C latent channels, W window rows, K selected entries, S shares,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -222,7 +224,7 @@ def paged_attention(
     # unused pointers must still be tensors
     stored, page_SP, entry_slot_T = (window, slot_T, slot_T) if entries is None else entries
     selection = slot_T if selection_TK is None else selection_TK.contiguous()
-    new = {"device": query_THC.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": query_THC.device, "dtype": torch.float32}
     partial = torch.empty(num_rows * shares * num_heads * channels if shares > 1 else 1, **new)
     peak = torch.empty(num_rows * shares * num_heads * 2 if shares > 1 else 1, **new)
     codes, scales = window.codes_PNX, window.scales_PNG

@@ -2,7 +2,7 @@
 
 Queries turn and are rounded to FP4 on the way in; every product is exact in float16.
 
-T rows, H index heads, I index channels, E entries, J entries of a tile.
+T rows, H index heads, I or C index channels, E entries, J entries of a tile.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def _scores(
     query_ptr, cos_ptr, sin_ptr, weight_ptr, codes_ptr, scales_ptr, page_ptr, slot_ptr, visible_ptr, block_ptr, out_ptr,
     code_page, code_row, scale_page, scale_row, page_stride, query_stride, weight_stride,
     num_heads, num_angles, num_columns, num_blocks,
-    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr, H: tl.constexpr, I: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
+    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = I // 2
-    GROUPS: tl.constexpr = I // 32
+    HALF: tl.constexpr = C // 2
+    GROUPS: tl.constexpr = C // 32
     t = tl.program_id(1).to(tl.int64)
     head, pair = tl.arange(0, H), tl.arange(0, HALF)
     known = (head < num_heads)[:, None]
     slot, visible = tl.load(slot_ptr + t), tl.load(visible_ptr + t)
     dtype: tl.constexpr = query_ptr.dtype.element_ty
 
-    place = query_ptr + t * query_stride + head[:, None] * I + 2 * pair[None, :]
+    place = query_ptr + t * query_stride + head[:, None] * C + 2 * pair[None, :]
     even = tl.load(place, mask=known, other=0.0).to(tl.float32)
     odd = tl.load(place + 1, mask=known, other=0.0).to(tl.float32)
     turned = pair - (HALF - num_angles)
@@ -119,7 +120,8 @@ def _run(
         stored.scales_PNG.stride(1), keys.page_SP.stride(0), query_THI.stride(0),
         weight_TH.stride(0), num_heads, cos_TR.shape[-1], num_columns,
         0 if block_TN is None else block_TN.shape[1],
-        PER_PAGE=stored.codes_PNX.shape[1], BLOCK=block_size, POOLED=block_TN is not None, H=max(16, next_power_of_2(num_heads)), I=channels, J=tile, TILES=tiles,
+        PER_PAGE=stored.codes_PNX.shape[1], BLOCK=block_size, POOLED=block_TN is not None,
+        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, TILES=tiles,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return score_TE
