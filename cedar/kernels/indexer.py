@@ -164,3 +164,19 @@ def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor)
     check.shape("masked_index_scores", "key", key_BEI, query_BSHI.shape[0], None, query_BSHI.shape[-1])
     run = select("masked_index_scores", query_BSHI, weight_BSH, key_BEI)
     return run(query_BSHI, weight_BSH, key_BEI)
+
+
+def index_divergence(score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """(KL from each row's scores to the attention it serves, in nats; which rows count), both [T].
+
+    The teacher is the mass over the support, normalised. A row whose attention gave its entries less than 1e-4 has
+    nothing to teach: it does not count and its divergence is 0. Only the scores get a gradient.
+
+    Args:
+        score_TK: -inf outside the support.
+        mass_TK: Probability mass of each entry, summed over heads and served layers.
+
+    Source: training.md 1.3.
+    """
+    check.shape("index_divergence", "mass", mass_TK, *score_TK.shape)
+    return select("index_divergence", score_TK, mass_TK)(score_TK, mass_TK)

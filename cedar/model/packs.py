@@ -118,18 +118,17 @@ class PackState:
         query_BSHI = query_THI.view(num_packs, num_rows, *query_THI.shape[1:])
         visible_BSE = self._visible(kv_source)
         score_BSE = indexer_ops.masked_index_scores(query_BSHI, weight_TH.view(num_packs, num_rows, -1), key_BEI)
-        score_BSE = score_BSE.masked_fill(~visible_BSE, -torch.inf)
-        ranked_BSE = score_BSE.detach()
+        ranked_BSE = torch.where(visible_BSE, score_BSE.detach(), -torch.inf)
         if self.selection_rule == "random":
-            ranked_BSE = torch.rand_like(ranked_BSE).masked_fill(~visible_BSE, -torch.inf)
+            ranked_BSE = torch.where(visible_BSE, torch.rand_like(ranked_BSE), -torch.inf)
         elif pool is not None and self.topk is not None:
-            ranked_BSE = ranked_BSE.masked_fill(~pool, -torch.inf)
+            ranked_BSE = torch.where(pool, ranked_BSE, -torch.inf)
         if self.topk is None:
             selection_BSE = ranked_BSE > -torch.inf
         else:
             selection_BSE = indexer_ops.topk_mask(ranked_BSE.flatten(0, 1), self.topk).view_as(ranked_BSE)
         if self.collect:
-            support_BSE = score_BSE.masked_fill(~selection_BSE, -torch.inf)
+            support_BSE = torch.where(selection_BSE, score_BSE, -torch.inf)
             self.index_groups.append(
                 IndexGroup(layer, support_BSE.flatten(0, 1), torch.zeros_like(ranked_BSE).flatten(0, 1))
             )

@@ -124,6 +124,8 @@ class Trainer:
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
         self.compute_dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
         self.passes = Passes(model, config, self.compute_dtype)
+        if self.passes.captures:
+            self.optimizers.capture_steps()
         self.step = 0
         self.stage = 0
         self.total_steps = config.steps

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.kernels import indexer as indexer_ops
 from cedar.model.state import IndexGroup, RouterStats
 
 # rows whose attention gave the entries less than this have nothing to teach
@@ -36,8 +37,7 @@ def index_divergence(groups: Sequence[IndexGroup]) -> tuple[Tensor, Tensor]:
     """(summed KL from the indexers' scores to the attention they serve, rows that were counted), float32.
 
     The teacher is the joint softmax's mass (window and sink in its denominator) summed over heads and served
-    layers, then normalised over the support. A row with almost no mass on its entries teaches nothing and is
-    not counted. Only the student carries a gradient.
+    layers, then normalised over the support; the arithmetic is `kernels.indexer.index_divergence`.
 
     Raises:
         ValueError: No group; a model without index sources has no such loss.
@@ -48,16 +48,8 @@ def index_divergence(groups: Sequence[IndexGroup]) -> tuple[Tensor, Tensor]:
         raise ValueError("no index group was collected: call the model with collect=True")
     sums, counts = [], []
     for group in groups:
-        supported_TK = group.scores_TK > -torch.inf
-        mass_TK = _full(group.mass_TK).masked_fill(~supported_TK, 0)
-        total_T1 = mass_TK.sum(-1, keepdim=True)
-        counted_T = total_T1.squeeze(-1) >= _LEAST_MASS
-        teacher_TK = mass_TK / total_T1.clamp(min=_LEAST_MASS)
-        # rows without support would give -inf - -inf; their scores are never read
-        readable_TK = _full(group.scores_TK).masked_fill(~counted_T.unsqueeze(-1), 0)
-        student_TK = readable_TK.log_softmax(-1).masked_fill(~supported_TK, 0)
-        divergence_T = torch.xlogy(teacher_TK, teacher_TK).sum(-1) - (teacher_TK * student_TK).sum(-1)
-        sums.append((divergence_T * counted_T).sum())
+        divergence_T, counted_T = indexer_ops.index_divergence(_full(group.scores_TK), _full(group.mass_TK))
+        sums.append(divergence_T.sum())
         counts.append(counted_T.sum())
     return torch.stack(sums).sum(), torch.stack(counts).sum()
 

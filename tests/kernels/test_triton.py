@@ -149,3 +149,27 @@ def test_masked_index_scores(
         rand(device, dtype, 2, entries, channels),
     ]
     same(masked_indexer.masked_index_scores, reference_indexer.masked_index_scores, inputs, dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("rows, scores, k", [(5, 9, 3), (70, 130, 16), (3, 2049, 512)])
+def test_topk_mask_is_exact(device: str, dtype: torch.dtype, rows: int, scores: int, k: int) -> None:
+    # few different values, so that ties cross the cut; both zeros; rows with fewer scores than k
+    score = torch.randint(-3, 4, (rows, scores), device=device).float() * 0.5
+    score[0, ::2] = -0.0
+    score[1, 2:] = -torch.inf
+    score[2] = -torch.inf
+    for values in (score, torch.randn(rows, scores, device=device)):
+        assert torch.equal(masked_indexer.topk_mask(values, k), reference_indexer.topk_mask(values, k))
+
+
+@on_devices
+def test_index_divergence(device: str, dtype: torch.dtype) -> None:
+    score = torch.randn(37, 70, device=device)
+    mass = torch.rand(37, 70, device=device) * (torch.rand(37, 70, device=device) < 0.5)
+    unsupported = torch.rand(37, 70, device=device) < 0.4
+    unsupported[3], mass[5], mass[6] = True, 0.0, 1e-7
+    score = score.masked_fill(unsupported, -torch.inf)
+    run, reference = masked_indexer.index_divergence, reference_indexer.index_divergence
+    assert torch.equal(run(score, mass)[1], reference(score, mass)[1])
+    same(lambda s: run(s, mass)[0], lambda s: reference(s, mass)[0], [score], torch.float32)

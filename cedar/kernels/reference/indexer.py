@@ -11,6 +11,9 @@ from cedar.kernels.dense import rotate
 from cedar.kernels.pages import Paged, load_rows
 from cedar.kernels.quantize import round_rows
 
+# rows whose attention gave the entries less than this have nothing to teach
+_LEAST_MASS = 1e-4
+
 
 def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
     num_heads = query_THI.shape[1]
@@ -87,3 +90,16 @@ def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor)
     num_rows, num_heads = query_BSHI.shape[1:3]
     dot_BRE = query_BSHI.float().flatten(1, 2) @ key_BEI.float().transpose(1, 2)
     return (torch.relu(dot_BRE).unflatten(1, (num_rows, num_heads)) * weight_BSH.float().unsqueeze(-1)).sum(2)
+
+
+def index_divergence(score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]:
+    supported_TK = score_TK > -torch.inf
+    mass_TK = mass_TK.detach().masked_fill(~supported_TK, 0)
+    total_T1 = mass_TK.sum(-1, keepdim=True)
+    counted_T = total_T1.squeeze(-1) >= _LEAST_MASS
+    teacher_TK = mass_TK / total_T1.clamp(min=_LEAST_MASS)
+    # rows without support would give -inf - -inf; their scores are never read
+    readable_TK = score_TK.masked_fill(~counted_T.unsqueeze(-1), 0)
+    student_TK = readable_TK.log_softmax(-1).masked_fill(~supported_TK, 0)
+    divergence_T = torch.xlogy(teacher_TK, teacher_TK).sum(-1) - (teacher_TK * student_TK).sum(-1)
+    return divergence_T.masked_fill(~counted_T, 0), counted_T

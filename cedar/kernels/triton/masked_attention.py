@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.kernels.triton.device import is_half_or_float, unavailable
+from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 
 __all__ = ["fits", "masked_attention", "unavailable"]
 
@@ -43,6 +43,23 @@ def _far(visible_ptr, row, entry, num_rows, num_entries):
 
 
 @triton.jit
+def _occupancy(
+    visible_ptr, occupied_ptr, num_rows, num_entries,
+    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """Whether any row of a block selected any entry of a block: read once instead of in every kernel."""
+    pack = tl.program_id(2).to(tl.int64)
+    first = (tl.program_id(0) * P) // H
+    row = first + tl.arange(0, R)
+    key = tl.program_id(1) * J + tl.arange(0, J)
+    mask = _far(visible_ptr + pack * num_rows * num_entries, row, key, num_rows, num_entries)
+    # R is a power of two, the block's own rows may be fewer
+    mask = mask & (row <= (tl.program_id(0) * P + P - 1) // H)[:, None]
+    place = (pack * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(occupied_ptr + place, tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0).to(tl.int8))
+
+
+@triton.jit
 def _keys(key_ptr, key, num_keys, C: tl.constexpr):
     inside = (key >= 0) & (key < num_keys)
     return tl.load(key_ptr + key[:, None] * C + tl.arange(0, C)[None, :], mask=inside[:, None], other=0.0)
@@ -61,7 +78,7 @@ def _add_keys(query, keys, mask, peak, total, value, scale, PRECISION: tl.conste
 
 @triton.jit
 def _attend(
-    query_ptr, window_ptr, start_ptr, entry_ptr, visible_ptr, sink_ptr, output_ptr, lse_ptr,
+    query_ptr, window_ptr, start_ptr, entry_ptr, visible_ptr, occupied_ptr, sink_ptr, output_ptr, lse_ptr,
     num_rows, num_entries, num_window, scale,
     H: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
@@ -84,10 +101,11 @@ def _attend(
         mask = _near(row, key, num_rows, start, num_window)
         peak, total, value = _add_keys(query, keys, mask, peak, total, value, scale, PRECISION)
     if FAR:
+        occupied = occupied_ptr + (pack * tl.num_programs(0) + tl.program_id(0)) * tl.cdiv(num_entries, J)
         for block in range(tl.cdiv(num_entries, J)):
-            key = block * J + tl.arange(0, J)
-            mask = _far(visible_ptr + pack * num_rows * num_entries, row, key, num_rows, num_entries)
-            if tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0) > 0:
+            if tl.load(occupied + block) > 0:
+                key = block * J + tl.arange(0, J)
+                mask = _far(visible_ptr + pack * num_rows * num_entries, row, key, num_rows, num_entries)
                 keys = _keys(entry_ptr + pack * num_entries * C, key, num_entries, C)
                 peak, total, value = _add_keys(query, keys, mask, peak, total, value, scale, PRECISION)
     output = value / total[:, None]
@@ -128,8 +146,8 @@ def _weights(query, keys, mask, lse, grad, delta, scale, PRECISION: tl.constexpr
 
 @triton.jit
 def _grad_query(
-    query_ptr, window_ptr, start_ptr, entry_ptr, visible_ptr, lse_ptr, delta_ptr, grad_ptr, grad_query_ptr,
-    num_rows, num_entries, num_window, scale,
+    query_ptr, window_ptr, start_ptr, entry_ptr, visible_ptr, occupied_ptr, lse_ptr, delta_ptr, grad_ptr,
+    grad_query_ptr, num_rows, num_entries, num_window, scale,
     H: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     pack = tl.program_id(1).to(tl.int64)
@@ -152,10 +170,11 @@ def _grad_query(
         weight, slope = _weights(query, keys, mask, lse, grad, delta, scale, PRECISION)
         total += tl.dot(slope.to(keys.dtype), keys, input_precision=PRECISION)
     if FAR:
+        occupied = occupied_ptr + (pack * tl.num_programs(0) + tl.program_id(0)) * tl.cdiv(num_entries, J)
         for block in range(tl.cdiv(num_entries, J)):
-            key = block * J + tl.arange(0, J)
-            mask = _far(visible_ptr + pack * num_rows * num_entries, row, key, num_rows, num_entries)
-            if tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0) > 0:
+            if tl.load(occupied + block) > 0:
+                key = block * J + tl.arange(0, J)
+                mask = _far(visible_ptr + pack * num_rows * num_entries, row, key, num_rows, num_entries)
                 keys = _keys(entry_ptr + pack * num_entries * C, key, num_entries, C)
                 weight, slope = _weights(query, keys, mask, lse, grad, delta, scale, PRECISION)
                 total += tl.dot(slope.to(keys.dtype), keys, input_precision=PRECISION)
@@ -164,7 +183,7 @@ def _grad_query(
 
 @triton.jit
 def _grad_keys(
-    query_ptr, key_ptr, start_ptr, visible_ptr, lse_ptr, delta_ptr, grad_ptr, grad_key_ptr,
+    query_ptr, key_ptr, start_ptr, visible_ptr, occupied_ptr, lse_ptr, delta_ptr, grad_ptr, grad_key_ptr,
     num_rows, num_keys, num_window, scale,
     H: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
@@ -180,12 +199,16 @@ def _grad_keys(
         place = begin + tl.arange(0, P)
         row = place // H
         known = row < num_rows
+        needed = True
         if FAR:
-            mask = _far(visible_ptr + pack * num_rows * num_keys, row, key, num_rows, num_keys)
-        else:
-            start = tl.load(start_ptr + pack * num_rows + row, mask=known, other=0)
-            mask = _near(row, key, num_rows, start, num_window)
-        if tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0) > 0:
+            block = pack * tl.cdiv(num_rows * H, P) + begin // P
+            needed = tl.load(occupied_ptr + block * tl.num_programs(0) + tl.program_id(0)) > 0
+        if needed:
+            if FAR:
+                mask = _far(visible_ptr + pack * num_rows * num_keys, row, key, num_rows, num_keys)
+            else:
+                start = tl.load(start_ptr + pack * num_rows + row, mask=known, other=0)
+                mask = _near(row, key, num_rows, start, num_window)
             cells = (pack * num_rows * H + place)[:, None] * C + tl.arange(0, C)[None, :]
             query = tl.load(query_ptr + cells, mask=known[:, None], other=0.0)
             grad = tl.load(grad_ptr + cells, mask=known[:, None], other=0.0)
@@ -229,9 +252,16 @@ class _MaskedAttention(torch.autograd.Function):
         scale = channels**-0.5
         output_BSHC = torch.empty_like(query_BSHC)
         lse_BSH = torch.empty(query_BSHC.shape[:3], device=query_BSHC.device, dtype=torch.float32)
-        blocks = triton.cdiv(num_rows * num_heads, _ROWS)
+        blocks, key_blocks = triton.cdiv(num_rows * num_heads, _ROWS), triton.cdiv(num_entries, _KEYS)
+        occupied = torch.empty(num_packs, blocks, max(1, key_blocks), device=query_BSHC.device, dtype=torch.int8)
+        if far:
+            # a block's rows may begin and end inside a position
+            most_rows = next_power_of_2((_ROWS - 2) // num_heads + 2)
+            _occupancy[(blocks, key_blocks, num_packs)](
+                visible, occupied, num_rows, num_entries, H=num_heads, R=most_rows, P=_ROWS, J=_KEYS
+            )
         _attend[(blocks, num_packs)](
-            query_BSHC, window_BSC, window_start_BS, entry, visible, sink_H, output_BSHC, lse_BSH,
+            query_BSHC, window_BSC, window_start_BS, entry, visible, occupied, sink_H, output_BSHC, lse_BSH,
             num_rows, num_entries, num_window, scale, FAR=far, **constants,
         )  # fmt: skip
         mass_BSE = None
@@ -242,7 +272,9 @@ class _MaskedAttention(torch.autograd.Function):
             _mass[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_entries, _KEYS), num_packs)](
                 query_BSHC, entry, visible, lse_BSH, mass_BSE, num_rows, num_entries, scale, **constants
             )
-        ctx.save_for_backward(query_BSHC, window_BSC, window_start_BS, entry, visible, sink_H, output_BSHC, lse_BSH)
+        ctx.save_for_backward(
+            query_BSHC, window_BSC, window_start_BS, entry, visible, occupied, sink_H, output_BSHC, lse_BSH
+        )
         ctx.has_entries, ctx.far, ctx.num_window, ctx.constants, ctx.scale = (
             entry_BEC is not None, far, num_window, constants, scale,
         )  # fmt: skip
@@ -250,7 +282,7 @@ class _MaskedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        query_BSHC, window_BSC, start_BS, entry, visible, sink_H, output_BSHC, lse_BSH = ctx.saved_tensors
+        query_BSHC, window_BSC, start_BS, entry, visible, occupied, sink_H, output_BSHC, lse_BSH = ctx.saved_tensors
         num_packs, num_rows, num_heads, _ = query_BSHC.shape
         grad_BSHC = grads[0].contiguous()
         num_entries = entry.shape[1] if ctx.far else 0
@@ -258,19 +290,19 @@ class _MaskedAttention(torch.autograd.Function):
         grad_sink = -(torch.exp(sink_H - lse_BSH) * delta_BSH).sum((0, 1))
         grad_query = torch.empty_like(query_BSHC)
         _grad_query[(triton.cdiv(num_rows * num_heads, _ROWS), num_packs)](
-            query_BSHC, window_BSC, start_BS, entry, visible, lse_BSH, delta_BSH, grad_BSHC, grad_query,
+            query_BSHC, window_BSC, start_BS, entry, visible, occupied, lse_BSH, delta_BSH, grad_BSHC, grad_query,
             num_rows, num_entries, ctx.num_window, ctx.scale, FAR=ctx.far, **ctx.constants,
         )  # fmt: skip
         grad_window = torch.empty_like(window_BSC)
         _grad_keys[(triton.cdiv(num_rows, _KEYS), num_packs)](
-            query_BSHC, window_BSC, start_BS, visible, lse_BSH, delta_BSH, grad_BSHC, grad_window,
+            query_BSHC, window_BSC, start_BS, visible, occupied, lse_BSH, delta_BSH, grad_BSHC, grad_window,
             num_rows, num_rows, ctx.num_window, ctx.scale, FAR=False, **ctx.constants,
         )  # fmt: skip
         grad_entry = None
         if ctx.far:
             grad_entry = torch.empty_like(entry)
             _grad_keys[(triton.cdiv(num_entries, _KEYS), num_packs)](
-                query_BSHC, entry, start_BS, visible, lse_BSH, delta_BSH, grad_BSHC, grad_entry,
+                query_BSHC, entry, start_BS, visible, occupied, lse_BSH, delta_BSH, grad_BSHC, grad_entry,
                 num_rows, num_entries, ctx.num_window, ctx.scale, FAR=True, **ctx.constants,
             )  # fmt: skip
         return grad_query, grad_window, None, grad_entry, None, grad_sink.to(sink_H.dtype), None

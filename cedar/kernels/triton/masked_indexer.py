@@ -1,6 +1,7 @@
-"""Index scores of whole packs: heads are added up in registers, the dots never reach memory.
+"""The indexer over whole packs: scores, the selection, and the loss that teaches it.
 
-P rows against J entries, one head after the other.
+Heads are added up in registers, the dots never reach memory: P rows against J entries, one head after the
+other. Selection and loss hold a row's scores, K of them, in one program.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.kernels.triton.device import is_half_or_float, unavailable
+from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 
-__all__ = ["fits", "masked_index_scores", "unavailable"]
+__all__ = ["fits", "index_divergence", "masked_index_scores", "topk_mask", "unavailable"]
 
 _ROWS, _KEYS = 64, 64
 
 
-def fits(op: str, query_BSHI: Tensor, *others: Tensor) -> bool:
-    """bfloat16 or float32; 16 to 128 index channels, a power of two."""
-    channels = query_BSHI.shape[-1]
-    small = 16 <= channels <= 128 and channels & (channels - 1) == 0
-    return small and is_half_or_float(query_BSHI) and query_BSHI.numel() > 0
+# scores of a row that one program holds
+_MOST_SCORES = 8192
+# rows whose attention gave the entries less than this have nothing to teach
+_LEAST_MASS = 1e-4
+
+
+def fits(op: str, x: Tensor, *others: Tensor) -> bool:
+    """Scores: 16 to 128 index channels, a power of two. Selection and loss: float32, at most 8,192 scores a row."""
+    width = x.shape[-1]
+    if op == "masked_index_scores":
+        return 16 <= width <= 128 and width & (width - 1) == 0 and is_half_or_float(x) and x.numel() > 0
+    return x.dtype == torch.float32 and 0 < width <= _MOST_SCORES and x.shape[0] > 0
 
 
 @triton.jit
@@ -148,4 +156,127 @@ class _MaskedIndexScores(torch.autograd.Function):
 
 def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor) -> Tensor:
     result: Tensor = _MaskedIndexScores.apply(query_BSHI, weight_BSH, key_BEI)
+    return result
+
+
+# the selection
+
+
+@triton.jit
+def _topk_mask(score_ptr, mask_ptr, num_rows, num_scores, k, P: tl.constexpr, K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    column = tl.arange(0, K)
+    place = row[:, None] * num_scores + column[None, :]
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_scores)
+    # adding 0 makes -0 and +0 one
+    score = tl.load(score_ptr + place, mask=inside, other=float("-inf")) + 0.0
+    bits = score.to(tl.uint32, bitcast=True)
+    # order-preserving: the larger score has the larger key
+    key = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+    cut = tl.zeros([P], tl.uint32)
+    for step in range(32):
+        # bit by bit, the largest key that at least k keys reach
+        trial = cut | (tl.full([P], 1, tl.uint32) << (31 - step))
+        reached = tl.sum((inside & (key >= trial[:, None])).to(tl.int32), axis=1)
+        cut = tl.where(reached >= k, trial, cut)
+    above = inside & (key > cut[:, None])
+    tied = inside & (key == cut[:, None])
+    room = k - tl.sum(above.to(tl.int32), axis=1)
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), axis=1) <= room[:, None]))
+    tl.store(mask_ptr + place, (chosen & (score > float("-inf"))).to(tl.int8), mask=inside)
+
+
+def topk_mask(score_TE: Tensor, k: int) -> Tensor:
+    score_TE = score_TE.contiguous()
+    num_rows, num_scores = score_TE.shape
+    mask_TE = torch.empty(score_TE.shape, dtype=torch.bool, device=score_TE.device)
+    width = next_power_of_2(num_scores)
+    rows = max(1, 4096 // width)
+    _topk_mask[(triton.cdiv(num_rows, rows),)](
+        score_TE, mask_TE.view(torch.int8), num_rows, num_scores, k, P=rows, K=width
+    )
+    return mask_TE
+
+
+# the loss
+
+
+@triton.jit
+def _load_row(score_ptr, mass_ptr, row, num_rows, num_scores, P: tl.constexpr, K: tl.constexpr):
+    """(where, scores, supported, mass) of P rows."""
+    column = tl.arange(0, K)
+    place = row[:, None] * num_scores + column[None, :]
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_scores)
+    score = tl.load(score_ptr + place, mask=inside, other=float("-inf"))
+    supported = score > float("-inf")
+    mass = tl.where(supported, tl.load(mass_ptr + place, mask=inside, other=0.0), 0.0)
+    return place, inside, score, supported, mass
+
+
+@triton.jit
+def _divergence(
+    score_ptr, mass_ptr, divergence_ptr, lse_ptr, total_ptr, num_rows, num_scores, LEAST: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    place, inside, score, supported, mass = _load_row(score_ptr, mass_ptr, row, num_rows, num_scores, P, K)
+    total = tl.sum(mass, axis=1)
+    peak = tl.maximum(tl.max(score, axis=1), -1e30)
+    lse = peak + tl.log(tl.maximum(tl.sum(tl.exp(score - peak[:, None]), axis=1), 1e-30))
+    teacher = mass / tl.maximum(total, LEAST)[:, None]
+    entropy = tl.where(teacher > 0.0, teacher * tl.log(tl.maximum(teacher, 1e-38)), 0.0)
+    student = tl.where(supported, score - lse[:, None], 0.0)
+    divergence = tl.where(total >= LEAST, tl.sum(entropy - teacher * student, axis=1), 0.0)
+    tl.store(divergence_ptr + row, divergence, mask=row < num_rows)
+    tl.store(lse_ptr + row, lse, mask=row < num_rows)
+    tl.store(total_ptr + row, total, mask=row < num_rows)
+
+
+@triton.jit
+def _divergence_backward(
+    score_ptr, mass_ptr, lse_ptr, total_ptr, grad_ptr, grad_score_ptr, num_rows, num_scores, LEAST: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    place, inside, score, supported, mass = _load_row(score_ptr, mass_ptr, row, num_rows, num_scores, P, K)
+    total = tl.load(total_ptr + row, mask=row < num_rows, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=row < num_rows, other=0.0)
+    grad = tl.load(grad_ptr + row, mask=row < num_rows, other=0.0)
+    slope = tl.exp(score - lse[:, None]) - mass / tl.maximum(total, LEAST)[:, None]
+    taught = supported & (total >= LEAST)[:, None]
+    tl.store(grad_score_ptr + place, tl.where(taught, grad[:, None] * slope, 0.0), mask=inside)
+
+
+class _IndexDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]:
+        score_TK, mass_TK = score_TK.contiguous(), mass_TK.contiguous()
+        num_rows, num_scores = score_TK.shape
+        divergence_T, lse_T, total_T = (score_TK.new_empty(num_rows) for _ in range(3))
+        width = next_power_of_2(num_scores)
+        rows = max(1, 4096 // width)
+        _divergence[(triton.cdiv(num_rows, rows),)](
+            score_TK, mass_TK, divergence_T, lse_T, total_T, num_rows, num_scores, LEAST=_LEAST_MASS, P=rows, K=width
+        )
+        ctx.save_for_backward(score_TK, mass_TK, lse_T, total_T)
+        counted_T = total_T >= _LEAST_MASS
+        ctx.mark_non_differentiable(counted_T)
+        return divergence_T, counted_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        score_TK, mass_TK, lse_T, total_T = ctx.saved_tensors
+        num_rows, num_scores = score_TK.shape
+        grad_score = torch.empty_like(score_TK)
+        width = next_power_of_2(num_scores)
+        rows = max(1, 4096 // width)
+        _divergence_backward[(triton.cdiv(num_rows, rows),)](
+            score_TK, mass_TK, lse_T, total_T, grads[0].contiguous(), grad_score, num_rows, num_scores,
+            LEAST=_LEAST_MASS, P=rows, K=width,
+        )  # fmt: skip
+        return grad_score, None
+
+
+def index_divergence(score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _IndexDivergence.apply(score_TK, mass_TK)
     return result

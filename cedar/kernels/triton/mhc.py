@@ -34,6 +34,20 @@ def fits(op: str, streams_TND: Tensor, *others: Tensor) -> bool:
 
 
 @triton.jit
+def _exact_dot(x, weight, total):
+    """`total + x @ weight` with a float32 weight; bfloat16 rows meet its three bfloat16 parts, which loses nothing."""
+    if x.dtype == tl.float32:
+        total += tl.dot(x, weight, input_precision="ieee")
+    else:
+        high = weight.to(tl.bfloat16)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total += tl.dot(x, high) + tl.dot(x, middle) + tl.dot(x, low)
+    return total
+
+
+@triton.jit
 def _project(
     x_ptr, fn_ptr, mixed_ptr, inverse_ptr, num_rows, width, rms_eps,
     M: tl.constexpr, M_PAD: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
@@ -45,14 +59,14 @@ def _project(
     for start in range(0, width, B):
         channel = start + tl.arange(0, B)
         inside = (row[:, None] < num_rows) & (channel[None, :] < width)
-        x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=inside, other=0.0)
         weight = tl.load(
             fn_ptr + column[None, :] * width + channel[:, None],
             mask=(column[None, :] < M) & (channel[:, None] < width),
             other=0.0,
         )
-        mixed += tl.dot(x, weight, input_precision="ieee")
-        square += tl.sum(x * x, axis=1)
+        mixed = _exact_dot(x, weight, mixed)
+        square += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
     inverse = 1.0 / tl.sqrt(square / width + rms_eps)
     tl.store(inverse_ptr + row, inverse, mask=row < num_rows)
     tl.store(
@@ -142,7 +156,7 @@ def _coefficients_backward(
 @triton.jit
 def _project_backward_x(
     x_ptr, fn_ptr, mixed_ptr, inverse_ptr, grad_ptr, grad_x_ptr, num_rows, width,
-    M: tl.constexpr, M_PAD: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, M_PAD: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     channel = tl.program_id(1) * B + tl.arange(0, B)
@@ -160,14 +174,14 @@ def _project_backward_x(
     )
     # the statistic is an input too
     through_rms = tl.sum(grad * mixed, axis=1) * inverse * inverse / width
-    grad_x = tl.dot(grad * inverse[:, None], weight, input_precision="ieee") - through_rms[:, None] * x
+    grad_x = tl.dot(grad * inverse[:, None], weight, input_precision=PRECISION) - through_rms[:, None] * x
     tl.store(grad_x_ptr + row[:, None] * width + channel[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _project_backward_fn(
     x_ptr, inverse_ptr, grad_ptr, grad_fn_ptr, num_rows, width, rows_a_split,
-    M: tl.constexpr, M_PAD: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, M_PAD: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     channel = tl.program_id(1) * B + tl.arange(0, B)
@@ -186,7 +200,7 @@ def _project_backward_fn(
             mask=inside[:, None] & (channel[None, :] < width),
             other=0.0,
         ).to(tl.float32)
-        total += tl.dot(grad * inverse[None, :], x, input_precision="ieee")
+        total += tl.dot(grad * inverse[None, :], x, input_precision=PRECISION)
     tl.store(
         grad_fn_ptr + (split.to(tl.int64) * M + column[:, None]) * width + channel[None, :],
         total,
@@ -209,7 +223,7 @@ class _MixCoefficients(torch.autograd.Function):
         num_rows, num_streams, channels = streams_TND.shape
         width, num_mixes = num_streams * channels, num_streams * (2 + num_streams)
         streams_TND, fn = streams_TND.contiguous(), fn.contiguous()
-        new = {"device": fn.device, "dtype": torch.float32}
+        new: dict[str, Any] = {"device": fn.device, "dtype": torch.float32}
         mixed_TM, inverse_T = torch.empty(num_rows, num_mixes, **new), torch.empty(num_rows, **new)
         pad = max(16, next_power_of_2(num_mixes))
         _project[(triton.cdiv(num_rows, 64),)](
@@ -247,14 +261,17 @@ class _MixCoefficients(torch.autograd.Function):
         grad_TM = grad_TM * torch.cat([scale_3[i].expand(part) for i, part in enumerate(parts)])
         pad = max(16, next_power_of_2(num_mixes))
         grad_x = torch.empty_like(streams_TND)
+        # a gradient that ends in bfloat16 needs no float32 product
+        precision = "ieee" if streams_TND.dtype == torch.float32 else "tf32"
         _project_backward_x[(triton.cdiv(num_rows, 64), triton.cdiv(width, 64))](
-            streams_TND, fn, mixed_TM, inverse_T, grad_TM, grad_x, num_rows, width, M=num_mixes, M_PAD=pad, P=64, B=64
-        )
+            streams_TND, fn, mixed_TM, inverse_T, grad_TM, grad_x, num_rows, width,
+            PRECISION=precision, M=num_mixes, M_PAD=pad, P=64, B=64,
+        )  # fmt: skip
         splits = max(1, min(_SPLITS, num_rows // 256))
         grad_fn = torch.empty(splits, num_mixes, width, device=fn.device, dtype=torch.float32)
         _project_backward_fn[(splits, triton.cdiv(width, 64))](
             streams_TND, inverse_T, grad_TM, grad_fn, num_rows, width, triton.cdiv(num_rows, splits),
-            M=num_mixes, M_PAD=pad, P=32, B=64,
+            PRECISION=precision, M=num_mixes, M_PAD=pad, P=32, B=64,
         )  # fmt: skip
         return grad_x, grad_fn.sum(0), grad_scale, grad_base, None, None, None
 

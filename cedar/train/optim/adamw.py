@@ -27,8 +27,15 @@ class AdamW:
         self._second = {name: torch.zeros_like(p.data, dtype=torch.float32) for name, p, _ in self.parameters}
 
     @torch.no_grad()
-    def step(self, rate: float, number: int) -> None:
-        """Update number `number`, counted from 1; a parameter without a gradient is left as it is."""
+    def step(self, rate: Tensor, number: Tensor) -> None:
+        """One update; a parameter without a gradient is left as it is.
+
+        Args:
+            rate: float32 scalar.
+            number: int32 scalar, the update's number from 1. Both on the parameters' device.
+        """
+        first_correction = 1 - self.beta1 ** number.double()
+        second_correction = 1 - self.beta2 ** number.double()
         for weight_decay in sorted({decay for _, _, decay in self.parameters}):
             chosen = [(n, p) for n, p, decay in self.parameters if decay == weight_decay and p.grad is not None]
             if not chosen:
@@ -40,11 +47,13 @@ class AdamW:
             torch._foreach_lerp_(first, grads, 1 - self.beta1)
             torch._foreach_mul_(second, self.beta2)
             torch._foreach_addcmul_(second, grads, grads, value=1 - self.beta2)
-            denominators = torch._foreach_div(second, 1 - self.beta2**number)
+            denominators = torch._foreach_div(second, second_correction.float())
             torch._foreach_sqrt_(denominators)
             torch._foreach_add_(denominators, self.eps)
             torch._foreach_mul_(parameters, 1 - rate * weight_decay)
-            torch._foreach_addcdiv_(parameters, first, denominators, value=-rate / (1 - self.beta1**number))
+            updates = torch._foreach_div(first, denominators)
+            torch._foreach_mul_(updates, -rate / first_correction.float())
+            torch._foreach_add_(parameters, updates)
 
     def state(self) -> dict[str, Tensor]:
         """The state by `first/<parameter>` and `second/<parameter>`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,12 @@ class Optimizers:
                 rest.append((name, parameter, config.weight_decay if rule.decays else 0.0))
         self.updates = 0
         self.clip_norm = config.clip_norm
+        device = (pieces[0].parameter if pieces else (tables or rest)[0][1]).device
+        # on the device, so that a captured step reads the values of its time
+        self._rate = torch.zeros((), device=device)
+        self._number = torch.zeros((), dtype=torch.int32, device=device)
+        self._captures, self._is_warm = False, False
+        self._graph: Any = None
         self.muon = Muon(
             pieces, momentum=config.momentum, update_rms=config.update_rms, weight_decay=config.weight_decay
         )
@@ -136,15 +142,37 @@ class Optimizers:
         self.adamw = AdamW(rest, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
 
     def step(self, rate: float) -> None:
-        """Clip the AdamW group's gradient, then update every parameter."""
+        """Clip the AdamW group's gradient, then update every parameter.
+
+        After `capture_steps` the second step is captured and later ones are replayed.
+        """
         self.updates += 1
+        self._rate.fill_(rate)
+        self._number.fill_(self.updates)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._captures and self._is_warm:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            self._graph = graph
+            graph.replay()
+        else:
+            self._step()
+            self._is_warm = True
+
+    def capture_steps(self) -> None:
+        """From now on every parameter keeps its gradient's memory, on a GPU."""
+        self._captures = True
+
+    def _step(self) -> None:
         grads = [p.grad for _, p, _ in self.adamw.parameters if p.grad is not None]
         if grads:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
             torch._foreach_mul_(grads, (self.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0))
-        self.muon.step(rate)
-        self.sinkhorn.step(rate, self.updates)
-        self.adamw.step(rate, self.updates)
+        self.muon.step(self._rate)
+        self.sinkhorn.step(self._rate, self._number)
+        self.adamw.step(self._rate, self._number)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state, by `<optimiser>/<kind>/<parameter>`; writing into them changes the state."""

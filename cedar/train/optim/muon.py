@@ -67,8 +67,12 @@ class Muon:
             bucket.momentum_GNM = torch.zeros_like(torch.cat([_blocks(p, p.parameter.data) for p in bucket.pieces]))
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """One update; a parameter without a gradient is left as it is, momentum included."""
+    def step(self, rate: Tensor) -> None:
+        """One update; a parameter without a gradient is left as it is, momentum included.
+
+        Args:
+            rate: float32 scalar on the parameters' device, so that a captured step can be given another.
+        """
         for (rows, columns), bucket in self._buckets.items():
             momentum_GNM = bucket.momentum_GNM
             assert momentum_GNM is not None
@@ -91,6 +95,7 @@ class Muon:
             updates = update_GNM.split([piece.blocks for piece in bucket.pieces])
             parameters = [p.parameter.data for p in changed]
             torch._foreach_mul_(parameters, 1 - rate * self.weight_decay)
+            update_GNM.mul_(-rate * self.update_rms * math.sqrt(max(rows, columns)))
             torch._foreach_add_(
                 parameters,
                 [
@@ -98,7 +103,6 @@ class Muon:
                     for p, u, has in zip(bucket.pieces, updates, present, strict=True)
                     if has
                 ],
-                alpha=-rate * self.update_rms * math.sqrt(max(rows, columns)),
             )
 
     def state(self) -> dict[str, Tensor]:

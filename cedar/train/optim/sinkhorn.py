@@ -72,8 +72,13 @@ class Sinkhorn:
         self._seen = {name: torch.zeros(p.shape[0], dtype=torch.int32, device=p.device) for name, p, _ in self.tables}
 
     @torch.no_grad()
-    def step(self, rate: float, number: int) -> None:
-        """Update number `number`, counted from 1; a table without a gradient is left as it is."""
+    def step(self, rate: Tensor, number: Tensor) -> None:
+        """One update; a table without a gradient is left as it is.
+
+        Args:
+            rate: float32 scalar.
+            number: int32 scalar, the update's number from 1. Both on the parameters' device.
+        """
         for name, parameter, scale in self.tables:
             grad_VC = parameter.grad
             if grad_VC is None:
@@ -84,15 +89,15 @@ class Sinkhorn:
                 missed_V1 = (number - seen_V).unsqueeze(1)
                 fresh_VC = momentum_VC * self.momentum**missed_V1 + (1 - self.momentum) * grad_VC
                 momentum_VC.copy_(torch.where(touched_V1, fresh_VC, momentum_VC))
-                seen_V.masked_fill_(touched_V1.squeeze(1), number)
+                seen_V.copy_(torch.where(touched_V1.squeeze(1), number, seen_V))
                 direction_VC = self.momentum * momentum_VC + (1 - self.momentum) * grad_VC
                 direction_VC = torch.where(touched_V1, direction_VC, 0)
             else:
                 momentum_VC.lerp_(grad_VC, 1 - self.momentum)
-                seen_V.fill_(number)
+                seen_V.copy_(number.expand_as(seen_V))
                 direction_VC = torch.lerp(momentum_VC, grad_VC, 1 - self.momentum)
-            step_size = self.update_rms * rate * scale * math.sqrt(parameter.shape[1])
-            parameter.sub_(balance(direction_VC, self.rounds), alpha=step_size)
+            step_size = self.update_rms * scale * math.sqrt(parameter.shape[1]) * rate
+            parameter.sub_(balance(direction_VC, self.rounds) * step_size)
 
     def state(self) -> dict[str, Tensor]:
         """The state by `momentum/<parameter>` and `seen/<parameter>`."""

@@ -65,7 +65,7 @@ def test_adamw_equals_torch() -> None:
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn(one.shape) * 1e-3
             other.grad = one.grad.clone()
-        own.step(1e-2, number)
+        own.step(torch.tensor(1e-2), torch.tensor(number))
         reference.step()
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
@@ -75,7 +75,7 @@ def test_adamw_survives_a_parameter_that_never_gets_a_gradient() -> None:
     parameter = nn.Parameter(torch.ones(3))
     adamw = AdamW([("a", parameter, 0.0)], beta1=0.9, beta2=0.95, eps=1e-20)
     parameter.grad = torch.zeros(3)
-    adamw.step(1e-2, 1)
+    adamw.step(torch.tensor(1e-2), torch.tensor(1))
     assert torch.equal(parameter.detach(), torch.ones(3))
 
 

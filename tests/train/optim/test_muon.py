@@ -34,7 +34,7 @@ def test_zero_stays_zero_and_scale_does_not_matter() -> None:
 
 def step(parameter: nn.Parameter, blocks: int, *, rate: float = 1e-2, decay: float = 0.0) -> torch.Tensor:
     before = parameter.detach().clone()
-    Muon([Piece("w", parameter, blocks)], momentum=0.95, update_rms=0.18, weight_decay=decay).step(rate)
+    Muon([Piece("w", parameter, blocks)], momentum=0.95, update_rms=0.18, weight_decay=decay).step(torch.tensor(rate))
     return parameter.detach() - before
 
 
@@ -72,10 +72,10 @@ def test_parameter_without_gradient_is_left_alone() -> None:
     first, second = nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(8, 16))
     muon = Muon([Piece("a", first, 1), Piece("b", second, 1)], momentum=0.95, update_rms=0.18, weight_decay=0.1)
     first.grad = second.grad = torch.randn(8, 16)
-    muon.step(1e-2)
+    muon.step(torch.tensor(1e-2))
     kept, momentum = second.detach().clone(), muon.state()["momentum/b"].clone()
     second.grad = None
-    muon.step(1e-2)
+    muon.step(torch.tensor(1e-2))
     assert torch.equal(second, kept)
     assert torch.equal(muon.state()["momentum/b"], momentum)
     assert not torch.equal(first, kept)

@@ -56,7 +56,7 @@ def table(mode: str) -> tuple[nn.Parameter, Sinkhorn]:
 def test_update_rms() -> None:
     parameter, sinkhorn = table("paper")
     parameter.grad = torch.randn(40, 32) * 1e-4
-    sinkhorn.step(1e-2, 1)
+    sinkhorn.step(torch.tensor(1e-2), torch.tensor(1, dtype=torch.int32))
     rms = parameter.detach().square().mean(1).sqrt()
     assert torch.allclose(rms, torch.full((40,), 0.18 * 1e-2 * 2.0), rtol=1e-4)
 
@@ -65,11 +65,11 @@ def test_touched_mode_leaves_rows_alone_that_were_not_read() -> None:
     for mode, moves in (("paper", True), ("touched", False)):
         parameter, sinkhorn = table(mode)
         parameter.grad = torch.randn(40, 32)
-        sinkhorn.step(1e-2, 1)
+        sinkhorn.step(torch.tensor(1e-2), torch.tensor(1, dtype=torch.int32))
         before = parameter.detach().clone()
         parameter.grad = torch.randn(40, 32)
         parameter.grad[5] = 0
-        sinkhorn.step(1e-2, 2)
+        sinkhorn.step(torch.tensor(1e-2), torch.tensor(2, dtype=torch.int32))
         assert bool((parameter[5] != before[5]).any()) is moves
 
 
@@ -79,6 +79,6 @@ def test_momentum_of_a_row_that_returns_has_decayed_by_the_steps_it_missed() -> 
     grads[1:5, 5] = 0
     for number, grad in enumerate(grads, start=1):
         parameter.grad = grad
-        sinkhorn.step(1e-2, number)
+        sinkhorn.step(torch.tensor(1e-2), torch.tensor(number, dtype=torch.int32))
     want = 0.05 * grads[0, 5] * 0.95**5 + 0.05 * grads[5, 5]
     assert torch.allclose(sinkhorn.state()["momentum/t"][5], want, atol=1e-6)

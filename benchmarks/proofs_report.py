@@ -1,0 +1,492 @@
+"""The results of `proofs.py` as a page, one JSON and a plot: arms paired by seed, means and ranges."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+Runs = dict[str, dict[int, Run]]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the page.
+
+    Attributes:
+        other: The arm that the base is compared with; the base itself where only something is switched.
+        value: (base, other) of one seed -> the number.
+        target: What training.md 5.4 asks for, in words.
+        met: Whether a mean meets it; None where only a report is asked for.
+        unit: `nat`, `points` (hundredths), `ratio` or `share`.
+    """
+
+    mechanism: str
+    what: str
+    other: str
+    value: Callable[[Run, Run], float]
+    target: str
+    met: Callable[[float], bool] | None
+    unit: str = "nat"
+
+
+def _at(run: Run, *path: str) -> float:
+    value: Any = run["measured"]
+    for key in path:
+        value = value[key]
+    return float(value)
+
+
+def _more(*path: str) -> Callable[[Run, Run], float]:
+    """Other minus base."""
+    return lambda base, other: _at(other, *path) - _at(base, *path)
+
+
+def _less(*path: str) -> Callable[[Run, Run], float]:
+    """Base minus other."""
+    return lambda base, other: _at(base, *path) - _at(other, *path)
+
+
+def _switched(before: Sequence[str], after: Sequence[str], metric: str) -> Callable[[Run, Run], float]:
+    """In one model, `metric` with `after` minus the same with `before`."""
+    return lambda base, other: _at(other, *after, metric) - _at(other, *before, metric)
+
+
+RETRIEVAL = ("mqar_256_accuracy", "pairs_256_accuracy", "restate_256_accuracy")
+
+
+def _retrieval(run: Run, *path: str) -> float:
+    return statistics.fmean(_at(run, *path, metric) for metric in RETRIEVAL)
+
+
+CLAIMS = (
+    Claim("CED", "loss above own-layer KV", "own_kv", _less("serving", "ce"), "at most +0.02", lambda v: v <= 0.02),
+    Claim(
+        "CED",
+        "prefill operations a token over own-layer KV's, 4,096 tokens",
+        "own_kv",
+        lambda b, o: _at(b, "prefill_flops_per_token") / _at(o, "prefill_flops_per_token"),
+        "at most 0.55",
+        lambda v: v <= 0.55,
+        "ratio",
+    ),
+    Claim(
+        "top-k against dense",
+        "loss above attention over all entries, trained so",
+        "dense",
+        _less("serving", "ce"),
+        "at most +0.02",
+        lambda v: v <= 0.02,
+    ),
+    Claim(
+        "top-k against dense",
+        "retrieval below it",
+        "dense",
+        lambda b, o: 100 * (_retrieval(o, "serving") - _retrieval(b, "serving")),
+        "within 1 point",
+        lambda v: v <= 1,
+        "points",
+    ),
+    Claim(
+        "indexer",
+        "retrieval above random selection",
+        "base",
+        lambda b, o: 100 * (_retrieval(b, "serving") - _retrieval(b, "random_selection")),
+        "far above",
+        lambda v: v > 10,
+        "points",
+    ),
+    Claim(
+        "indexer",
+        "retrieval above indexers that stay as drawn",
+        "frozen_indexer",
+        lambda b, o: 100 * (_retrieval(b, "serving") - _retrieval(o, "serving")),
+        "above",
+        lambda v: v > 1,
+        "points",
+    ),
+    Claim(
+        "indexer",
+        "retrieval below the teacher's own top-k",
+        "base",
+        lambda b, o: 100 * (_retrieval(b, "oracle") - _retrieval(b, "serving")),
+        "at most 1 point",
+        lambda v: v <= 1,
+        "points",
+    ),
+    Claim(
+        "Reindex",
+        "loss of the same stack with Reuse in its place, above",
+        "reuse",
+        _more("serving", "ce"),
+        "worse; if not, say so",
+        lambda v: v > 0,
+    ),
+    Claim(
+        "Reindex",
+        "its retrieval, below",
+        "reuse",
+        lambda b, o: 100 * (_retrieval(b, "serving") - _retrieval(o, "serving")),
+        "report",
+        None,
+        "points",
+    ),
+    Claim(
+        "teacher",
+        "recall of the teacher's best 8, all served layers above source only",
+        "source_only",
+        lambda b, o: 100 * (_at(b, "indexer", "recall") - _at(o, "indexer", "recall")),
+        "report",
+        None,
+        "points",
+    ),
+    Claim(
+        "teacher",
+        "retrieval, all served layers above source only",
+        "source_only",
+        lambda b, o: 100 * (_retrieval(b, "serving") - _retrieval(o, "serving")),
+        "report",
+        None,
+        "points",
+    ),
+    Claim(
+        "candidate pool",
+        "retrieval lost to the pool, trained with it",
+        "base",
+        lambda b, o: 100 * (_retrieval(b, "no_pool") - _retrieval(b, "serving")),
+        "at most 0.5 point",
+        lambda v: v <= 0.5,
+        "points",
+    ),
+    Claim(
+        "candidate pool",
+        "retrieval lost to the pool, trained without it",
+        "no_stage_c",
+        lambda b, o: 100 * (_retrieval(o, "no_pool") - _retrieval(o, "serving")),
+        "larger",
+        None,
+        "points",
+    ),
+    Claim(
+        "FP4 cache",
+        "loss it costs, trained with it",
+        "base",
+        _switched(("rounding_off", "fp4"), ("serving",), "ce"),
+        "at most 0.005",
+        lambda v: v <= 0.005,
+    ),
+    Claim(
+        "FP4 cache",
+        "loss it costs, trained without it",
+        "no_stage_c",
+        _switched(("rounding_off", "fp4"), ("serving",), "ce"),
+        "over twice the line above",
+        None,
+    ),
+    Claim(
+        "FP8 windows",
+        "loss they cost",
+        "base",
+        _switched(("rounding_off", "window_kv"), ("serving",), "ce"),
+        "at most 0.003",
+        lambda v: v <= 0.003,
+    ),
+    Claim(
+        "decoder replay",
+        "loss it costs the first 64 tokens, trained with it",
+        "base",
+        lambda b, o: _at(b, "decoder_replay", "cost"),
+        "at most 0.02",
+        lambda v: v <= 0.02,
+    ),
+    Claim(
+        "decoder replay",
+        "the same, trained without it",
+        "no_stage_c",
+        lambda b, o: _at(o, "decoder_replay", "cost"),
+        "report",
+        None,
+    ),
+    Claim(
+        "encoder replay",
+        "loss it costs the first 64 tokens, trained with it",
+        "base",
+        lambda b, o: _at(b, "encoder_replay", "cost"),
+        "at most 0.02",
+        lambda v: v <= 0.02,
+    ),
+    Claim(
+        "encoder replay",
+        "the same, trained without it",
+        "no_stage_c",
+        lambda b, o: _at(o, "encoder_replay", "cost"),
+        "report",
+        None,
+    ),
+    Claim(
+        "stage C",
+        "loss as it serves, above the model that never trained for it and runs unrounded",
+        "no_stage_c",
+        lambda b, o: _at(b, "serving", "ce") - _at(o, "unrounded", "ce"),
+        "at most 0.02",
+        lambda v: v <= 0.02,
+    ),
+    Claim(
+        "Engram",
+        "n-gram loss without it, same parameters, above",
+        "no_engram",
+        _more("serving", "ngram_excess"),
+        "at least 0.05",
+        lambda v: v >= 0.05,
+    ),
+    Claim(
+        "Engram",
+        "n-gram loss with its hash shuffled, above",
+        "base",
+        lambda b, o: _at(b, "shuffled_engram", "ngram_excess") - _at(b, "serving", "ngram_excess"),
+        "above 0",
+        lambda v: v > 0,
+    ),
+    Claim(
+        "single-pass mHC",
+        "loss above two-pass",
+        "two_pass",
+        _less("serving", "ce"),
+        "within 0.01",
+        lambda v: abs(v) <= 0.01 or v < 0,
+    ),
+    Claim(
+        "single-pass mHC",
+        "loss of one plain residual stream, above",
+        "plain_residual",
+        _more("serving", "ce"),
+        "report",
+        None,
+    ),
+    Claim(
+        "Sinkhorn update",
+        "loss above AdamW's for embedding, head and tables",
+        "adam_tables",
+        _less("serving", "ce"),
+        "within 0.01",
+        lambda v: v <= 0.01,
+    ),
+    Claim(
+        "Sinkhorn update",
+        "state bytes of these over AdamW's",
+        "adam_tables",
+        lambda b, o: b["state_bytes"]["sinkhorn"] / (o["state_bytes"]["adamw"] - b["state_bytes"]["adamw"]),
+        "0.5",
+        lambda v: abs(v - 0.5) < 0.01,
+        "ratio",
+    ),
+    Claim(
+        "far context",
+        "key-value queries over 1,024 tokens (4x), above windows alone",
+        "window_only",
+        lambda b, o: 100 * (_at(b, "far", "1024") - _at(o, "far", "1024")),
+        "far above",
+        lambda v: v > 10,
+        "points",
+    ),
+)
+
+
+def summarise(folder: Path, root: Path) -> None:
+    """Read every run of a folder; write `docs/proofs.md`, `benchmarks/results/proofs.json`, `docs/plots/proofs.png`."""
+    runs = _load(folder)
+    if "base" not in runs:
+        raise SystemExit(f"no finished run of the base in {folder}: train it first")
+    lines = [_line(claim, runs) for claim in CLAIMS]
+    results = {
+        "runs": [
+            {**{k: v for k, v in run.items() if k not in ("curve", "recipe")}, "curve": run["curve"][::4]}
+            for seeds in runs.values()
+            for run in seeds.values()
+        ],
+        "recipe": next(iter(runs["base"].values()))["recipe"],
+        "claims": lines,
+    }
+    (root / "benchmarks/results/proofs.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (root / "docs/proofs.md").write_text(_page(runs, lines), encoding="utf-8")
+    _plot(runs, root / "docs/plots/proofs.png")
+    print(f"{sum(map(len, runs.values()))} runs of {len(runs)} arms: docs/proofs.md")
+
+
+def _load(folder: Path) -> Runs:
+    runs: Runs = {}
+    for file in sorted(folder.glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        runs.setdefault(run["arm"], {})[int(run["seed"])] = run
+    return runs
+
+
+def _line(claim: Claim, runs: Runs) -> dict[str, Any]:
+    base, other = runs["base"], runs.get(claim.other, {})
+    seeds = sorted(set(base) & set(other))
+    values = [claim.value(base[seed], other[seed]) for seed in seeds]
+    line = {
+        "mechanism": claim.mechanism,
+        "what": claim.what,
+        "arm": claim.other,
+        "target": claim.target,
+        "unit": claim.unit,
+        "seeds": seeds,
+        "values": [round(value, 5) for value in values],
+    }
+    if not values:
+        return {**line, "mean": None, "met": None}
+    mean = statistics.fmean(values)
+    met = None if claim.met is None else claim.met(mean)
+    # a verdict that one of the seeds contradicts is none
+    if met is not None and any(claim.met(value) != met for value in values if claim.met is not None):
+        return {**line, "mean": round(mean, 5), "met": "undecided"}
+    return {**line, "mean": round(mean, 5), "met": met}
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:+.1f}" if unit == "points" else f"{value:.2f}" if unit == "ratio" else f"{value:+.4f}"
+
+
+def _told(line: dict[str, Any]) -> str:
+    if line["mean"] is None:
+        return f"| {line['mechanism']} | {line['what']} | not run | | {line['target']} | |"
+    unit = line["unit"]
+    spread = f"{_number(min(line['values']), unit)} to {_number(max(line['values']), unit)}"
+    name = {"points": " points", "ratio": ""}.get(unit, " nat")
+    verdict = {True: "yes", False: "**no**", None: "", "undecided": "seeds differ"}[line["met"]]
+    mean = _number(line["mean"], unit) + name
+    return f"| {line['mechanism']} | {line['what']} | {mean} | {spread} | {line['target']} | {verdict} |"
+
+
+def _cell(seeds: dict[int, Run], *path: str, scale: float = 1.0, form: str = ".3f") -> str:
+    values = [scale * _at(run, *path) for run in seeds.values()]
+    mean = format(statistics.fmean(values), form)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({format(min(values), form)} to {format(max(values), form)})"
+
+
+def _page(runs: Runs, lines: list[dict[str, Any]]) -> str:
+    one = next(iter(runs["base"].values()))
+    stopped = [f"{r['arm']}-{r['seed']}" for s in runs.values() for r in s.values() if r["steps"] < r["planned_steps"]]
+    claims = "\n".join(map(_told, lines))
+    columns = (
+        ("n-gram loss above entropy", ("serving", "ngram_excess"), 1.0, ".3f"),
+        ("queries, 256", ("serving", "mqar_256_accuracy"), 100.0, ".1f"),
+        ("pairs, 256", ("serving", "pairs_256_accuracy"), 100.0, ".1f"),
+        ("restated, 256", ("serving", "restate_256_accuracy"), 100.0, ".1f"),
+        ("lookups, 256", ("serving", "lookup_256_accuracy"), 100.0, ".1f"),
+        ("recall of best 8", ("indexer", "recall"), 100.0, ".1f"),
+        ("load", ("indexer", "load"), 1.0, ".2f"),
+    )
+    head = " | ".join(["arm", "runs", *(name for name, *_ in columns)])
+    arms = "\n".join(
+        " | ".join(
+            [
+                f"| `{arm}`: {next(iter(seeds.values()))['about']}",
+                str(len(seeds)),
+                *(_cell(seeds, *path, scale=scale, form=form) for _, path, scale, form in columns),
+            ]
+        )
+        + " |"
+        for arm, seeds in runs.items()
+    )
+    far = sorted(map(int, one["measured"]["far"]))
+    far_rows = "\n".join(
+        f"| `{arm}` | "
+        + " | ".join(_cell(runs[arm], "far", str(length), scale=100, form=".0f") for length in far)
+        + " |"
+        for arm in ("base", "dense", "window_only", "frozen_indexer", "reuse", "own_kv")
+        if arm in runs
+    )
+    offsets = "\n".join(
+        f"| {kind.replace('_', ' ')}, {told} | "
+        + " | ".join(
+            _cell(runs[arm], kind, "by_offset", str(o), form="+.3f") if kind == "decoder_replay" or o % 2 == 0 else ""
+            for o in range(8)
+        )
+        + " |"
+        for kind in ("decoder_replay", "encoder_replay")
+        for arm, told in (("base", "trained with it"), ("no_stage_c", "trained without it"))
+        if arm in runs
+    )
+    cut = f"\nStopped by the clock before their last step: {', '.join(stopped)}.\n" if stopped else ""
+    return f"""# Proofs
+
+What each mechanism is worth, measured on {one["parameters"] / 1e6:.1f} million parameters (`nano` with a window of 8
+and a top-k of 8, text of at most 256 tokens). A table, not a promise: nothing here says how a large model behaves.
+Arms of one seed saw the same {one["tokens"] / 1e6:.1f} million tokens in the same order, {one["steps"]} steps; on
+{one["device"]}. Written by `python benchmarks/proofs.py summarise`; every number is in
+`benchmarks/results/proofs.json`. Losses are nats a learnt token over four held-out tasks; retrieval is the share of
+right tokens over key-value queries, pairs and restated records of 256 tokens, most of them beyond the reach of all
+windows together (56 tokens). Ranges are over seeds. A verdict holds for every seed, or it is given as open.
+{cut}
+| mechanism | measured | mean | range | asked for | met |
+|---|---|---|---|---|---|
+{claims}
+
+![loss on the n-gram language, and queries by length](plots/proofs.png)
+
+## Arms
+
+As they serve: every rounding on, top-k and pool; accuracies in per cent.
+
+| {head} |
+|{"---|" * (len(columns) + 2)}
+{arms}
+
+## Queries by length
+
+Right values in per cent; trained on 64 to 256 tokens.
+
+| arm | {" | ".join(map(str, far))} |
+|---|{"---|" * len(far)}
+{far_rows}
+
+## Replay by the prompt's end modulo the window
+
+Nats a token over the first 64 tokens from the cut on; a cache miss restarts at even tokens alone.
+
+| | {" | ".join(map(str, range(8)))} |
+|---|{"---|" * 8}
+{offsets}
+"""
+
+
+def _plot(runs: Runs, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    arms = list(runs)
+    for place, arm in enumerate(arms):
+        values = [_at(run, "serving", "ngram_excess") for run in runs[arm].values()]
+        left.barh(place, statistics.fmean(values), color="tab:blue" if arm == "base" else "tab:gray", alpha=0.6)
+        left.plot(values, [place] * len(values), "k.", markersize=5)
+    left.set_yticks(range(len(arms)), arms)
+    left.invert_yaxis()
+    left.set_xlabel("n-gram loss above the known entropy, nats")
+    for arm in ("base", "dense", "own_kv", "frozen_indexer", "window_only"):
+        if arm not in runs:
+            continue
+        lengths = sorted(map(int, next(iter(runs[arm].values()))["measured"]["far"]))
+        curves = [[_at(run, "far", str(length)) for length in lengths] for run in runs[arm].values()]
+        (drawn,) = right.plot(lengths, [statistics.fmean(c) for c in zip(*curves, strict=True)], ".-", label=arm)
+        low, high = ([f(c) for c in zip(*curves, strict=True)] for f in (min, max))
+        right.fill_between(lengths, low, high, color=drawn.get_color(), alpha=0.15)
+    right.axvline(256, color="black", linewidth=0.5, linestyle=":")
+    right.set_xscale("log", base=2)
+    right.set_ylim(0, 1.02)
+    right.set_xlabel("tokens (trained up to the dotted line)")
+    right.set_ylabel("right values of key-value queries")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
