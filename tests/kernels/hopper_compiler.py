@@ -153,19 +153,18 @@ def call_all(size: dict[str, int]) -> None:
     packed_experts.packed_experts(u, ids, weights, inner_up, inner_up, inner_down, 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     packed_linear.packed_linear(u, torch.zeros(size["latent"], hidden, dtype=torch.uint8), tiles, FP8)
-    if hidden <= 1024:
-        sublayer = Sublayer(
-            torch.zeros(24, 4 * hidden),
-            torch.zeros(3),
-            torch.zeros(24),
-            torch.zeros(hidden, **half),
-            20,
-            1e-6,
-            1e-20,
-            1e-20,
-        )
-        streams, four = torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4)
-        advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
+    sublayer = Sublayer(
+        torch.zeros(24, 4 * hidden),
+        torch.zeros(3),
+        torch.zeros(24),
+        torch.zeros(hidden, **half),
+        20,
+        1e-6,
+        1e-20,
+        1e-20,
+    )
+    streams, four = torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4)
+    advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16)

@@ -134,8 +134,15 @@ def test_norm_round(device: str, dtype: torch.dtype, rounded: bool) -> None:
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("channels", [32, 160])
-def test_advance(device: str, dtype: torch.dtype, channels: int, fresh: bool) -> None:
+@pytest.mark.parametrize(("channels", "wide"), [(32, False), (160, False), (160, True)])
+def test_advance(
+    device: str, dtype: torch.dtype, channels: int, wide: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cedar.kernels.triton import advance as kernel
+
+    if wide:
+        # several shares of a row that a test can afford
+        monkeypatch.setattr(kernel, "_NARROW", 32)
     rows = 3
     streams, y = (
         torch.randn(rows, 4, channels, device=device).to(dtype),

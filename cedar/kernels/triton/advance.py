@@ -1,6 +1,9 @@
-"""From one sublayer's output to the next one's input in one pass: a program holds all streams of a row.
+"""From one sublayer's output to the next one's input with the streams read once.
 
-T rows, N streams, D channels of a stream, B of them padded.
+Narrow streams: a program holds all of a row. Wide ones: programs share a row's channels and leave their part of the
+sums; a second kernel adds the parts in a fixed order, makes the mixes and norms the row.
+
+T rows, N streams, D channels of a stream, B of them padded or of one share, S shares.
 """
 
 from __future__ import annotations
@@ -20,31 +23,34 @@ from cedar.kernels.triton.quantize import round_groups
 __all__ = ["FORWARD_ONLY", "advance", "fits", "unavailable"]
 
 FORWARD_ONLY = ("advance",)
-_MAX_CHANNELS = 1024
-_MAX_ROWS = 1024
+_NARROW, _WIDE = 1024, 8192
+_MAX_ROWS, _MAX_WIDE_ROWS = 1024, 256
+_SHARE = 64
 
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
-    """Four streams of at most 1024 channels each, whole groups of 32, at most 1024 rows."""
+    """Four streams of whole groups of 32: up to 1024 channels in 1024 rows, up to 8192 in 256.
+
+    More rows of wide streams would read the coefficients' weight anew for each.
+    """
     num_rows, num_streams, channels = streams.shape
-    whole = num_streams == 4 and channels % 32 == 0 and channels <= _MAX_CHANNELS
-    return whole and 0 < num_rows <= _MAX_ROWS and is_half_or_float(streams)
+    whole = num_streams == 4 and channels % 32 == 0 and channels <= _WIDE
+    most = _MAX_ROWS if channels <= _NARROW else _MAX_WIDE_ROWS
+    return whole and 0 < num_rows <= most and is_half_or_float(streams)
 
 
 @triton.jit
-def _advance(
-    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr,
-    out_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
-    channels, eps, rms_eps, norm_eps,
-    FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
+def _streams(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels,
+    FRESH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    """Some channels of a row: the new streams are written; returns their part of the 24 products, of the collapsed
+    stream and of the squares."""
     N: tl.constexpr = 4
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, B)
     inside = channel < channels
+    dtype = out_ptr.dtype.element_ty
     # which of the four rows and sixteen cells a sum belongs to
     four, sixteen = tl.arange(0, N), tl.arange(0, N * N)
-    dtype = out_ptr.dtype.element_ty
     pre = tl.zeros([N], tl.float32)
     post = tl.zeros([N], tl.float32)
     comb = tl.zeros([N * N], tl.float32)
@@ -72,7 +78,17 @@ def _advance(
         post += tl.sum(f * stream[None, :], axis=1)
         f = tl.load(fn_ptr + (2 * N + sixteen)[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
         comb += tl.sum(f * stream[None, :], axis=1)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(square, axis=0) / width + rms_eps)
+    return pre, post, comb, collapsed, square
+
+
+@triton.jit
+def _mixes(
+    pre, post, comb, mean_square, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
+    eps, rms_eps, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = 4
+    four, sixteen = tl.arange(0, N), tl.arange(0, N * N)
+    inverse = 1.0 / tl.sqrt_rn(mean_square + rms_eps)
     pre = tl.sigmoid(pre * inverse * tl.load(scale_ptr) + tl.load(base_ptr + four)) + eps
     tl.store(next_premix_ptr + row * N + four, pre)
     post = 2.0 * tl.sigmoid(post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + four))
@@ -86,7 +102,17 @@ def _advance(
         mixing = mixing / (tl.sum(mixing, axis=1)[:, None] + eps)
         mixing = mixing / (tl.sum(mixing, axis=0)[None, :] + eps)
     tl.store(next_mixing_ptr + row * N * N + four[:, None] * N + four[None, :], mixing)
-    u = collapsed.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _enter(
+    collapsed, row, gain_ptr, normed_ptr, rounded_ptr, channels, norm_eps, ROUNDED: tl.constexpr, B: tl.constexpr
+):
+    """The sublayer's input: normed, and rounded to FP8 beside it."""
+    channel = tl.arange(0, B)
+    inside = channel < channels
+    dtype = normed_ptr.dtype.element_ty
+    u = collapsed.to(tl.float32)
     gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     u = u * (1.0 / tl.sqrt_rn(tl.sum(u * u, axis=0) / channels + norm_eps)) * gain
     normed = u.to(dtype)
@@ -95,6 +121,69 @@ def _advance(
         grouped = tl.reshape(normed.to(tl.float32), (B // 32, 32))
         quantized = tl.reshape(round_groups(grouped, 0), (B,))
         tl.store(rounded_ptr + row * channels + channel, quantized.to(dtype), mask=inside)
+
+
+@triton.jit
+def _advance(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr,
+    out_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
+    channels, eps, rms_eps, norm_eps,
+    FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, B)
+    dtype = out_ptr.dtype.element_ty
+    width = 4 * channels
+    sums = _streams(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels, FRESH, B)
+    pre, post, comb, collapsed, square = sums
+    _mixes(
+        pre, post, comb, tl.sum(square, axis=0) / width, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
+        next_mixing_ptr, eps, rms_eps, ITERATIONS,
+    )  # fmt: skip
+    _enter(collapsed.to(dtype), row, gain_ptr, normed_ptr, rounded_ptr, channels, norm_eps, ROUNDED, B)
+
+
+@triton.jit
+def _share_streams(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, collapsed_ptr, partial_ptr, channels, shares,
+    FRESH: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = share * B + tl.arange(0, B)
+    sums = _streams(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels, FRESH, B)
+    pre, post, comb, collapsed, square = sums
+    place = partial_ptr + (row * shares + share) * 32
+    four, sixteen = tl.arange(0, 4), tl.arange(0, 16)
+    tl.store(place + four, pre)
+    tl.store(place + 4 + four, post)
+    tl.store(place + 8 + sixteen, comb)
+    tl.store(place + 24, tl.sum(square, axis=0))
+    tl.store(
+        collapsed_ptr + row * channels + channel, collapsed.to(collapsed_ptr.dtype.element_ty), mask=channel < channels
+    )
+
+
+@triton.jit
+def _join_shares(
+    partial_ptr, collapsed_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
+    next_mixing_ptr, channels, shares, eps, rms_eps, norm_eps,
+    ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    share, four, sixteen = tl.arange(0, S), tl.arange(0, 4), tl.arange(0, 16)
+    place = partial_ptr + (row * shares + share) * 32
+    there = share < shares
+    pre = tl.sum(tl.load(place[None, :] + four[:, None], mask=there[None, :], other=0.0), axis=1)
+    post = tl.sum(tl.load(place[None, :] + 4 + four[:, None], mask=there[None, :], other=0.0), axis=1)
+    comb = tl.sum(tl.load(place[None, :] + 8 + sixteen[:, None], mask=there[None, :], other=0.0), axis=1)
+    square = tl.sum(tl.load(place + 24, mask=there, other=0.0), axis=0) / (4 * channels)
+    _mixes(
+        pre, post, comb, square, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, eps, rms_eps,
+        ITERATIONS,
+    )  # fmt: skip
+    channel = tl.arange(0, B)
+    collapsed = tl.load(collapsed_ptr + row * channels + channel, mask=channel < channels, other=0.0)
+    _enter(collapsed, row, gain_ptr, normed_ptr, rounded_ptr, channels, norm_eps, ROUNDED, B)
 
 
 def advance(
@@ -120,6 +209,20 @@ def advance(
     y = streams_TND if y_TD is None else y_TD.contiguous()
     old_post = premix_TN if post_TN is None else post_TN.contiguous()
     old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
+    if channels > _NARROW:
+        shares = triton.cdiv(channels, _SHARE)
+        partial, collapsed_TD = torch.empty(num_rows, shares, 32, **new), torch.empty_like(normed_TD)
+        _share_streams[(num_rows, shares)](
+            y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, out_TND, collapsed_TD, partial,
+            channels, shares, FRESH=fresh, B=_SHARE, num_warps=2,
+        )  # fmt: skip
+        _join_shares[(num_rows,)](
+            partial, collapsed_TD, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD,
+            premix, post, mixing, channels, shares, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
+            ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
+            S=next_power_of_2(shares), num_warps=8,
+        )  # fmt: skip
+        return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing)
     _advance[(num_rows,)](
         y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
         sublayer.gain_D, out_TND, normed_TD, rounded_TD, premix, post, mixing,
