@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cedar.cache.layout import PageLayout
 from cedar.cache.manager import CacheManager, Lease, Plan
 from cedar.config.model import ModelConfig
-from cedar.config.presets import micro, nano
+from cedar.config.presets import nano
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
-from tests.paths.random_models import random_model
+from tests.paths.random_models import random_model, tiny
 
 # what asks the device, or makes a shape out of data
 SYNCHRONISES = {
@@ -95,7 +95,7 @@ class Rig:
         return torch.cat(self.model.decode_many(self.plain, [torch.tensor([i]) for i in ids]))
 
 
-@pytest.fixture(scope="module", params=[nano, micro], ids=["nano", "micro"])
+@pytest.fixture(scope="module", params=[nano, tiny], ids=["nano", "tiny"])
 def model(request: pytest.FixtureRequest) -> Transformer:
     config: ModelConfig = request.param()
     return random_model(config, 5)

@@ -45,7 +45,8 @@ def _streams(
     FRESH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a row: the new streams are written; returns their part of the 24 products, of the collapsed
-    stream and of the squares."""
+    stream and of the squares.
+    """
     N: tl.constexpr = 4
     inside = channel < channels
     dtype = out_ptr.dtype.element_ty
@@ -178,8 +179,8 @@ def _join_shares(
     comb = tl.sum(tl.load(place[None, :] + 8 + sixteen[:, None], mask=there[None, :], other=0.0), axis=1)
     square = tl.sum(tl.load(place + 24, mask=there, other=0.0), axis=0) / (4 * channels)
     _mixes(
-        pre, post, comb, square, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, eps, rms_eps,
-        ITERATIONS,
+        pre, post, comb, square, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, eps,
+        rms_eps, ITERATIONS,
     )  # fmt: skip
     channel = tl.arange(0, B)
     collapsed = tl.load(collapsed_ptr + row * channels + channel, mask=channel < channels, other=0.0)
