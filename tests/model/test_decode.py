@@ -131,14 +131,22 @@ def test_a_sequence_that_left_its_slot_goes_on(model: Transformer) -> None:
         torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_asks_the_device_nothing(model: Transformer) -> None:
+def test_a_step_asks_the_device_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(model, [9, 40], num_slots=3)
+    # the reference loops over experts by asking who is hit; on a GPU sorted rows take its place
+    _without_expert_loop(monkeypatch)
     with use_kernels("reference"), NoSynchronisation():
-        # the reference loops over experts by asking who is hit; on a GPU the grouped product takes its place
-        step = rig.step
-        with pytest.MonkeyPatch.context() as patch:
-            _without_expert_loop(patch)
-            step([1, 2], idle=1)
+        rig.step([1, 2], idle=1)
+
+
+def test_a_chunk_of_a_prompt_asks_the_device_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(model, [9], num_slots=1)
+    state = model.new_state(make_store=rig.cache.make_store(rig.leases[0], 0))
+    ids_T = torch.arange(60)
+    _without_expert_loop(monkeypatch)
+    with use_kernels("reference"), NoSynchronisation():
+        model.prefill(state, ids_T[:40], prompt_tokens=60)
+        model.prefill(state, ids_T[40:], prompt_tokens=60)
 
 
 def _without_expert_loop(patch: pytest.MonkeyPatch) -> None:
