@@ -493,7 +493,10 @@ class Engine:
 
             def run(sequence: Sequence, number: int = number) -> None:
                 assert self.cache is not None and sequence.lease is not None and sequence.sampler is not None
-                self.cache.publish(sequence.lease, self._written(sequence))
+                lease = sequence.lease
+                # the tokens so far are gathered only when they fill a page
+                if lease.keep and sequence.state.num_tokens >= lease.published + PAGE_TOKENS:
+                    self.cache.publish(lease, self._written(sequence))
                 if sequence.sampler.needs_logits:
                     self._take(sequence, logits_TV[number])
                 else:

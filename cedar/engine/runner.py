@@ -168,11 +168,12 @@ class DecodeRunner:
 
     def _place(self, row: Row) -> None:
         slot = self._held.get(row.state)
+        entered = slot is None
         if slot is None:
             slot = self._free.pop()
             self._held[row.state] = slot
             self.slots.enter(row.state, slot)
-        self.slots.set_pages(slot, row.lease.table.pages)
+        self.slots.set_pages(slot, row.lease.table.pages, entered=entered)
 
     def _stage(self, graph: _Graph, rows: Sequence[Row]) -> None:
         idle = graph.num_rows - len(rows)

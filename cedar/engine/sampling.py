@@ -18,6 +18,9 @@ from torch import Tensor
 
 from cedar.engine.request import Constraint, SamplingParams, Token
 
+# random numbers drawn at once
+_DRAWS = 32
+
 
 def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token that `uniform`, in [0, 1), falls on.
@@ -121,7 +124,8 @@ class Sampler:
         self._has_penalty = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
-        self._uniform: float | None = None
+        # the next random numbers, last first: drawn many at a time, they are the same numbers
+        self._draws: list[float] = []
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -139,9 +143,9 @@ class Sampler:
 
     def uniform(self) -> float:
         """The random number of the next token; the same until a token was taken."""
-        if self._uniform is None:
-            self._uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        return self._uniform
+        if not self._draws:
+            self._draws = torch.rand(_DRAWS, generator=self._generator, dtype=torch.float64).tolist()[::-1]
+        return self._draws[-1]
 
     def take(self, token_id: int) -> Token:
         """What `choose_rows` chose.
@@ -151,7 +155,8 @@ class Sampler:
         """
         if token_id < 0:
             raise ArithmeticError("the model's logits are not finite")
-        self._uniform = None
+        self.uniform()
+        self._draws.pop()
         return Token(token_id)
 
     def __call__(self, logits_V: Tensor) -> Token:
@@ -161,7 +166,7 @@ class Sampler:
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
         token_id = choose(self._permitted(self._weighed(logits_V)), self._params, self.uniform())
-        self._uniform = None
+        self._draws.pop()
         if self._has_penalty:
             self._counts[token_id] += 1
             self._seen.add(token_id)

@@ -137,13 +137,16 @@ class DecodeSlots:
             store.count = state.keys[source].count = count
         self._tail_rows[slot] = min(self._tail_rows[slot] + 1, self.num_tail_rows)
 
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Make a slot's page table equal to `pages`; only what changed is copied."""
+    def set_pages(self, slot: int, pages: Sequence[int], *, entered: bool) -> None:
+        """Make a slot's page table equal to `pages`; only what changed is copied.
+
+        Args:
+            entered: The sequence is new in its slot. Later its table changes at the end alone, by a page that is
+                added or was shared, so nothing before that is compared.
+        """
         held = self._pages[slot]
-        same = 0
-        for old, new in zip(held, pages, strict=False):
-            if old != new:
-                break
+        same = 0 if entered else max(len(held) - 2, 0)
+        while same < min(len(held), len(pages)) and held[same] == pages[same]:
             same += 1
         if same == len(held) == len(pages):
             return

@@ -79,7 +79,7 @@ class Rig:
             for state in (self.paged[-1], self.plain[-1]):
                 model.prefill(state, ids_T)
             self.slots.enter(self.paged[-1], slot)
-            self.slots.set_pages(slot, lease.table.pages)
+            self.slots.set_pages(slot, lease.table.pages, entered=True)
 
     def step(self, ids: list[int], *, idle: int = 0, context: int = 512) -> Tensor:
         slot_T = torch.tensor([*range(len(ids)), *[self.slots.num_slots] * idle])
