@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cedar.cache.manager import CacheManager, Lease
 from cedar.config.model import PAGE_TOKENS
-from cedar.engine.sampling import RowParams, Sampler, choose_rows
+from cedar.engine.sampling import Sampler
 from cedar.errors import CapacityError
 from cedar.kernels.pages import Stored
+from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder, unsuitable
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
@@ -52,7 +54,6 @@ class _Graph:
     filtered: bool
     inputs: Tensor
     replay: Callable[[], None] = field(init=False)
-    chosen_T: Tensor = field(init=False)
     logits_TV: Tensor = field(init=False)
 
 
@@ -107,6 +108,7 @@ class DecodeRunner:
         self._memory = torch.cuda.graph_pool_handle() if capture else None
         self._staged = torch.zeros((_NUM_INTEGERS + _NUM_FLOATS) * max_rows, dtype=torch.int64, pin_memory=capture)
         self._answers = torch.zeros(max_rows, dtype=torch.int64, pin_memory=capture)
+        self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
 
     def suits(self, state: SequenceState) -> bool:
         """Whether a sequence may take part: it has a slot, or could."""
@@ -145,13 +147,11 @@ class DecodeRunner:
         graph = self._graph(self._rounded_rows(len(rows)), longest, filtered=filtered)
         self._stage(graph, rows)
         graph.replay()
-        answers = self._answers[: graph.num_rows]
-        answers.copy_(graph.chosen_T, non_blocking=True)
         if self._capture:
             torch.cuda.current_stream(self.model.device).synchronize()
         for row in rows:
             self.slots.stepped(row.state, self._held[row.state])
-        return answers[: len(rows)].tolist(), graph.logits_TV[: len(rows)]
+        return self._host_answers[: len(rows)].tolist(), graph.logits_TV[: len(rows)]
 
     @torch.inference_mode()
     def leave(self, state: SequenceState) -> None:
@@ -190,10 +190,10 @@ class DecodeRunner:
             [float(sampler.params.min_p) for sampler in samplers] + [0.0] * idle,
             [sampler.uniform() for sampler in samplers] + [0.0] * idle,
         ]
-        staged = self._staged[: graph.inputs.numel()].view_as(graph.inputs)
-        staged[:_NUM_INTEGERS] = torch.tensor(integers)
-        staged[_NUM_INTEGERS:] = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
-        graph.inputs.copy_(staged, non_blocking=True)
+        # numpy: a torch call costs as much as all of this
+        staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
+        staged[:_NUM_INTEGERS] = integers
+        staged[_NUM_INTEGERS:].view(np.float64)[:] = floats
 
     def _rounded_rows(self, num_rows: int) -> int:
         return min(1 << (num_rows - 1).bit_length(), self.max_rows)
@@ -212,7 +212,8 @@ class DecodeRunner:
         device = self.model.device
         inputs = torch.zeros(_NUM_INTEGERS + _NUM_FLOATS, num_rows, dtype=torch.int64, device=device)
         # every row is idle until a step says otherwise
-        inputs[0] = self.slots.num_slots
+        self._staged.zero_()
+        self._staged[:num_rows] = self.slots.num_slots
         graph = _Graph(num_rows, context, filtered, inputs)
         if not self._capture:
             graph.replay = lambda: self._run(graph)
@@ -230,9 +231,15 @@ class DecodeRunner:
         return graph
 
     def _run(self, graph: _Graph) -> None:
+        # the graph holds the copies in and out, from and to host memory that never moves
+        graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)
         slot_T, position_T, ids_T, top_k_T = graph.inputs[:_NUM_INTEGERS]
         temperature_T, top_p_T, min_p_T, uniform_T = graph.inputs[_NUM_INTEGERS:].view(torch.float64)
         step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=graph.context)
         graph.logits_TV = self._decoder(step, ids_T)
-        params = RowParams(temperature_T, top_k_T, top_p_T, min_p_T, uniform_T)
-        graph.chosen_T = choose_rows(graph.logits_TV, params, filtered=graph.filtered)
+        if graph.filtered:
+            params = RowParams(temperature_T, top_k_T, top_p_T, min_p_T, uniform_T)
+            chosen_T = choose_rows(graph.logits_TV, params)
+        else:
+            chosen_T = draw_rows(graph.logits_TV, temperature_T, uniform_T)
+        self._answers[: graph.num_rows].copy_(chosen_T, non_blocking=True)

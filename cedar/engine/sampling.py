@@ -3,7 +3,7 @@
 `choose` is a pure function of logits, parameters and one uniform number, so a seeded request gets the same
 tokens whatever runs beside it.
 
-T rows, V vocabulary, K tokens kept, W words of 32 bits.
+V vocabulary, K tokens kept, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,57 +45,6 @@ def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
         weight_K = weight_K[before_K < params.top_p * weight_K.sum()]
     weight_K = weight_K[weight_K >= params.min_p * weight_K[0]]
     return int(token_K[_draw(weight_K, uniform)])
-
-
-def choose_rows(logits_TV: Tensor, params: RowParams, *, filtered: bool) -> Tensor:
-    """`choose` for many rows at once on their device: int64 [T], -1 for a row whose logits are not finite.
-
-    Nothing asks the device and no shape depends on data, so a graph may hold it. It takes the same token as
-    `choose` but where a sum in another order moves an edge across the uniform number.
-
-    Args:
-        logits_TV: float32.
-        filtered: False if no row has a top-k, top-p or min-p: the sort is left out.
-    """
-    vocab_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-    highest_T1 = logits_TV.amax(-1, keepdim=True)
-    first_T = torch.where(logits_TV == highest_T1, vocab_V, logits_TV.shape[1]).amin(-1)
-    greedy_T = params.temperature_T == 0
-    divisor_T1 = params.temperature_T.masked_fill(greedy_T, 1).unsqueeze(-1)
-    scaled_TV = (logits_TV.double() - highest_T1) / divisor_T1
-    token_TV = None
-    if filtered:
-        has_filter_T = (params.top_k_T > 0) | (params.top_p_T < 1) | (params.min_p_T > 0)
-        # a row without filters keeps the vocabulary's order, as `choose` does
-        order_TV = scaled_TV.masked_fill(~has_filter_T.unsqueeze(-1), 0).sort(descending=True, stable=True).indices
-        scaled_TV, token_TV = scaled_TV.gather(1, order_TV), order_TV
-    weight_TV = scaled_TV.exp()
-    if filtered:
-        k_T = torch.where(params.top_k_T > 0, params.top_k_T, logits_TV.shape[1])
-        weight_TV = weight_TV * (vocab_V < k_T.unsqueeze(-1))
-        before_TV = weight_TV.cumsum(-1) - weight_TV
-        within_TV = before_TV < (params.top_p_T.unsqueeze(-1) * weight_TV.sum(-1, keepdim=True))
-        weight_TV = weight_TV * (within_TV | (params.top_p_T >= 1).unsqueeze(-1))
-        floor_T1 = params.min_p_T.unsqueeze(-1) * weight_TV[:, :1]
-        weight_TV = weight_TV * ((weight_TV >= floor_T1) | (params.min_p_T == 0).unsqueeze(-1))
-    running_TV = weight_TV.cumsum(-1)
-    target_T1 = params.uniform_T.unsqueeze(-1) * running_TV[:, -1:]
-    index_T = (running_TV <= target_T1).sum(-1)
-    last_T = torch.where(weight_TV > 0, vocab_V, 0).amax(-1)
-    index_T = torch.minimum(index_T, last_T)
-    drawn_T = index_T if token_TV is None else token_TV.gather(1, index_T.unsqueeze(-1)).squeeze(-1)
-    chosen_T = torch.where(greedy_T, first_T, drawn_T)
-    return torch.where(highest_T1.squeeze(-1).isfinite(), chosen_T, -1)
-
-
-class RowParams(NamedTuple):
-    """Sampling parameters of rows, on the rows' device; float64 but for `top_k_T`, int64."""
-
-    temperature_T: Tensor
-    top_k_T: Tensor
-    top_p_T: Tensor
-    min_p_T: Tensor
-    uniform_T: Tensor
 
 
 def _draw(weight_K: Tensor, uniform: float) -> int:
@@ -138,7 +86,7 @@ class Sampler:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether `choose_rows` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
+        """Whether `kernels.sampling` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
         return self._has_penalty or self._constraint is not None or self._params.logprobs is not None
 
     def uniform(self) -> float:
@@ -148,7 +96,7 @@ class Sampler:
         return self._draws[-1]
 
     def take(self, token_id: int) -> Token:
-        """What `choose_rows` chose.
+        """What `cedar.kernels.sampling.choose_rows` chose.
 
         Raises:
             ArithmeticError: It found logits that are not finite.

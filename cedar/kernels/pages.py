@@ -42,6 +42,64 @@ class Paged(NamedTuple):
     slot_T: Tensor
 
 
+class Located(NamedTuple):
+    """Where the rows of a decode step stand.
+
+    Attributes:
+        busy_T: bool, False for idle rows.
+        pair_T: bool, True where a row completes a pair.
+        ring_T: Its row in the ring of window keys.
+        floor_LT: Oldest position whose window key is there, by layer.
+        visible_T: Entries of one token each that the row sees.
+        visible_pairs_T: Entries of two.
+        page_T, row_T: Where an entry of its token goes.
+        pair_page_T, pair_row_T: Where an entry of its pair goes.
+        window_cos_TR, window_sin_TR: Rotation of window-only layers.
+        cos_TR, sin_TR: Rotation of the others.
+        pair_cos_TR, pair_sin_TR: Rotation at the token before it, where its pair stands.
+    """
+
+    busy_T: Tensor
+    pair_T: Tensor
+    ring_T: Tensor
+    floor_LT: Tensor
+    visible_T: Tensor
+    visible_pairs_T: Tensor
+    page_T: Tensor
+    row_T: Tensor
+    pair_page_T: Tensor
+    pair_row_T: Tensor
+    window_cos_TR: Tensor
+    window_sin_TR: Tensor
+    cos_TR: Tensor
+    sin_TR: Tensor
+    pair_cos_TR: Tensor
+    pair_sin_TR: Tensor
+
+
+def locate(
+    slot_T: Tensor,
+    position_T: Tensor,
+    floor_LS: Tensor,
+    page_SP: Tensor,
+    window_frequency_R: Tensor,
+    frequency_R: Tensor,
+    *,
+    num_ring: int,
+    page_tokens: int,
+) -> Located:
+    """All that a step's rows need to know of their places, once for all layers.
+
+    Args:
+        slot_T: int64; the last slot is nobody's.
+        floor_LS: int64 by layer and slot.
+        page_SP: int64 page tables by slot.
+    """
+    check.shape("locate", "position", position_T, slot_T.shape[0])
+    run = select("locate", slot_T)
+    return run(slot_T, position_T, floor_LS, page_SP, window_frequency_R, frequency_R, num_ring, page_tokens)
+
+
 def store_rows(rows_TC: Tensor, stored: Stored, page_T: Tensor, row_T: Tensor, present_T: Tensor) -> None:
     """Quantise rows and write each to its place; a row that is not present changes nothing.
 

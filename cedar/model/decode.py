@@ -24,7 +24,7 @@ from cedar.kernels.dense import grouped_linear
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Weights, feed, route
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
-from cedar.kernels.pages import Paged, Stored, split_latent, store_normed
+from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
 from cedar.model.attention import Attention
 from cedar.model.block import Block
 from cedar.model.engram import Engram
@@ -117,7 +117,7 @@ class DecodeSlots:
             for plane, rows in zip(ring, state.tails[layer], strict=True):
                 plane[slot, place_R] = rows
             self._tail_rows[slot] = num_rows
-        self.history_SL[slot] = state.history_L[-self.num_history :]
+        self.history_SL[slot] = state._history[-self.num_history :]
 
     def leave(self, state: SequenceState, slot: int) -> None:
         """The opposite of `enter`, after any number of steps."""
@@ -127,7 +127,7 @@ class DecodeSlots:
         for layer, (content_SRC, gate_SRC) in self.tails.items():
             place_R = self._tail_places(state, self._tail_rows[slot])
             state.tails[layer] = content_SRC[slot, place_R], gate_SRC[slot, place_R]
-        state.history_L = self.history_SL[slot].clone()
+        state._history = self.history_SL[slot].clone()
 
     def stepped(self, state: SequenceState, slot: int) -> None:
         """Tell the host's side of a sequence that its slot went one token on."""
@@ -171,31 +171,27 @@ class DecodeStep:
 
     def __init__(self, slots: DecodeSlots, rope: Rope, slot_T: Tensor, position_T: Tensor, *, context: int) -> None:
         self.slots, self.context = slots, context
-        self._rope, self._slot_T, self._position_T = rope, slot_T, position_T
-        self._busy_T = slot_T < slots.num_slots
-        self._pair_T = self._busy_T & (position_T % 2 == 1)
-        self._ring_T = position_T % slots.num_ring
-        self._before_T = (position_T - 1).clamp(min=0)
-        self._floor_LT = slots.floor_LS[:, slot_T]
-        # entries that rows see, and where theirs go, by ratio
-        self._visible = {ratio: (position_T + 1) // ratio for ratio in (1, 2)}
-        self._places = {ratio: self._entry_place(ratio) for ratio in (1, 2)}
-        self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def rotation(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the rows in a layer of this compression ratio, 0 for a window-only one."""
-        name = "compressed" if ratio else "window"
-        if name not in self._rotations:
-            self._rotations[name] = self._rope(self._position_T, compressed=ratio > 0)
-        return self._rotations[name]
-
-    def entry_rotation(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the entries that the rows complete: an entry stands where its first token does."""
-        if ratio == 1:
-            return self.rotation(1)
-        if "pairs" not in self._rotations:
-            self._rotations["pairs"] = self._rope(self._before_T, compressed=True)
-        return self._rotations["pairs"]
+        self._slot_T, self._position_T = slot_T, position_T
+        self._at = at = locate(
+            slot_T,
+            position_T,
+            slots.floor_LS,
+            slots.page_SP,
+            rope.window_frequency_R,
+            rope.compressed_frequency_R,
+            num_ring=slots.num_ring,
+            page_tokens=PAGE_TOKENS,
+        )
+        # by compression ratio: rotation of rows and of the entries they complete, entries seen, where new ones go
+        plain = at.cos_TR, at.sin_TR
+        self._rotations = {0: (at.window_cos_TR, at.window_sin_TR), 1: plain, 2: plain}
+        # a pair stands where its first token does
+        self._entry_rotations = {1: plain, 2: (at.pair_cos_TR, at.pair_sin_TR)}
+        self._visible = {1: at.visible_T, 2: at.visible_pairs_T}
+        self._places = {
+            1: (at.page_T, at.row_T, at.busy_T),
+            2: (at.pair_page_T, at.pair_row_T, at.pair_T),
+        }
 
     def look_back(self, ids_T: Tensor, compressed_V: Tensor) -> Tensor:
         """Compressed ids of the rows' tokens and their look-backs, newest first [T, L]; the tokens join the history."""
@@ -213,8 +209,8 @@ class DecodeStep:
     def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
         """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
         query_norm, norm = attention.q_norm, attention.kv_norm
-        window, rotation = self.slots.windows[layer], self.rotation(attention.plan.ratio)
-        places = self._slot_T, self._ring_T, self._busy_T
+        window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
+        places = self._slot_T, self._at.ring_T, self._at.busy_T
         return split_latent(
             latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
         )
@@ -227,7 +223,7 @@ class DecodeStep:
         """Norm, rotate and keep what the rows complete; returns the normed rows before their rotation."""
         ratio = self._ratio(source)
         stored = self.slots.rows[what, source]
-        rotation, places = self.entry_rotation(ratio), self._places[ratio]
+        rotation, places = self._entry_rotations[ratio], self._places[ratio]
         return store_normed(rows_TC, norm.weight, norm.eps, *rotation, stored, *places)
 
     def select(
@@ -242,7 +238,7 @@ class DecodeStep:
         indexer, ratio = self.slots.config.indexer, self._ratio(kv_source)
         keys, visible_T = self._paged("keys", kv_source), self._visible[ratio]
         size, num_blocks = indexer.candidate_block_size, indexer.candidate_topk_blocks
-        query = query_THI, *self.rotation(ratio), weight_TH, keys, visible_T
+        query = query_THI, *self._rotations[ratio], weight_TH, keys, visible_T
         if pool is not None:
             score_TP = indexer_ops.paged_pool_scores(*query, pool, size)
             return SharedKV(indexer_ops.top_members(score_TP, indexer.topk, pool, size), pool)
@@ -257,21 +253,16 @@ class DecodeStep:
     ) -> Tensor:
         return attention_ops.paged_attention(
             query_THC,
-            *self.rotation(ratio),
+            *self._rotations[ratio],
             self.slots.windows[layer],
             self._slot_T,
             self._position_T,
-            self._floor_LT[layer],
+            self._at.floor_LT[layer],
             None if kv_source is None else self._paged("entries", kv_source),
             shared.selection,
             sink_H,
             self.slots.config.attention.sliding_window,
         )
-
-    def _entry_place(self, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
-        entry_T, per_page = self._position_T // ratio, PAGE_TOKENS // ratio
-        page_T = self.slots.page_SP[self._slot_T, entry_T // per_page]
-        return page_T, entry_T % per_page, self._busy_T if ratio == 1 else self._pair_T
 
     def _paged(self, what: Literal["entries", "keys"], source: int) -> Paged:
         return Paged(self.slots.rows[what, source], self.slots.page_SP, self._slot_T)

@@ -274,14 +274,14 @@ class SequenceState:
         self.num_tail_rows = config.draft.block_size + 2
         self.num_lookbacks = config.engram.max_ngram_size - 1
         # newest last; more than the look-backs, so that a roll-back finds its own
-        self.history_L = torch.full(
+        self._history = torch.full(
             (self.num_lookbacks + config.draft.block_size + 1,), -1, dtype=torch.int64, device=device
         )
 
     @property
     def recent_L(self) -> Tensor:
         """The token ids before the next row, -1 before the first token."""
-        return self.history_L[self.history_L.shape[0] - self.num_lookbacks :]
+        return self._history[self._history.shape[0] - self.num_lookbacks :]
 
     def begin_prompt(self, prompt_tokens: int) -> None:
         """Fix where the decoder starts for a prompt that ends at `prompt_tokens`, counted from the sequence's start.
@@ -331,7 +331,7 @@ class SequenceState:
     def advance(self, ids_T: Tensor) -> None:
         """The rows of `ids_T` are done."""
         self.num_tokens += ids_T.shape[0]
-        self.history_L = torch.cat([self.history_L, ids_T])[-self.history_L.shape[0] :]
+        self._history = torch.cat([self._history, ids_T])[-self._history.shape[0] :]
 
     def resume_bounded(self, ids_T: Tensor, cached_tokens: int) -> int:
         """Grade G2: the first `cached_tokens` have entries; the last window of them is to run again.
@@ -387,8 +387,8 @@ class SequenceState:
 
     def _remember(self, ids_T: Tensor) -> None:
         """The token ids so far, of which the last ones are kept."""
-        length = self.history_L.shape[0]
-        self.history_L = torch.cat([torch.full_like(self.history_L, -1), ids_T.to(self.device)])[-length:]
+        length = self._history.shape[0]
+        self._history = torch.cat([torch.full_like(self._history, -1), ids_T.to(self.device)])[-length:]
 
     @property
     def num_held(self) -> int:
@@ -484,7 +484,7 @@ class SequenceState:
             store.truncate(count)
             self.keys[source].truncate(count)
         self.tails = {layer: (content[:-dropped], gate[:-dropped]) for layer, (content, gate) in self.tails.items()}
-        self.history_L = torch.cat([torch.full_like(self.history_L[:dropped], -1), self.history_L[:-dropped]])
+        self._history = torch.cat([torch.full_like(self._history[:dropped], -1), self._history[:-dropped]])
 
     def first_position(self, layer: int) -> int:
         """First position of the running prompt that `layer` runs completely."""

@@ -11,7 +11,8 @@ from cedar.cache.manager import CacheManager, Plan
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
 from cedar.engine.runner import DecodeRunner, Row, unavailable
-from cedar.engine.sampling import RowParams, Sampler, choose, choose_rows
+from cedar.engine.sampling import Sampler, choose
+from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_model, tiny
@@ -160,14 +161,11 @@ def test_rows_are_chosen_as_one_by_one(seed: int) -> None:
         torch.tensor([p.min_p for p in every], dtype=torch.float64),
         draws[0],
     )
-    got = choose_rows(logits_TV, params, filtered=True).tolist()
+    got = choose_rows(logits_TV, params).tolist()
     assert got[5] == -1
     rows = [row for row in range(40) if row != 5]
     assert [got[row] for row in rows] == [choose(logits_TV[row], every[row], float(draws[0, row])) for row in rows]
-    plain = RowParams(*params)._replace(
-        top_k_T=params.top_k_T * 0, top_p_T=params.top_p_T * 0 + 1, min_p_T=params.min_p_T * 0
-    )
-    got = choose_rows(logits_TV, plain, filtered=False).tolist()
+    got = draw_rows(logits_TV, params.temperature_T, params.uniform_T).tolist()
     want = [
         choose(logits_TV[row], SamplingParams(temperature=every[row].temperature), float(draws[0, row])) for row in rows
     ]

@@ -25,12 +25,13 @@ TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl")
 compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -75,10 +76,12 @@ def shapes(name: str) -> dict[str, int]:
     release = {
         "rows": 2, "heads": 64, "channels": 512, "angles": 32, "window": 128, "topk": 512, "index_heads": 32,
         "index_channels": 128, "hidden": 5120, "latent": 1280, "experts": 8, "inner": 2304, "entries": 4096,
+        "layers": 40, "vocabulary": 129280,
     }  # fmt: skip
     mini = {
         "rows": 2, "heads": 8, "channels": 64, "angles": 8, "window": 32, "topk": 32, "index_heads": 8,
         "index_channels": 32, "hidden": 256, "latent": 128, "experts": 8, "inner": 160, "entries": 1024,
+        "layers": 16, "vocabulary": 2048,
     }  # fmt: skip
     return {"release": release, "mini": mini}[name]
 
@@ -91,12 +94,14 @@ def call_all(size: dict[str, int]) -> None:
         engram,
         feed,
         few_rows,
+        locate,
         packed_experts,
         packed_linear,
         paged_attention,
         paged_indexer,
         pages,
         route,
+        sampling,
         topk,
     )
 
@@ -126,6 +131,9 @@ def call_all(size: dict[str, int]) -> None:
     latent = torch.zeros(rows, size["latent"] + channels, **half)
     gains = torch.zeros(size["latent"], **half), 1e-20, FP8, torch.zeros(channels, **half), 1e-20
     pages.split_latent(latent, *gains, cos, cos, ring, row, row, present)
+    tables = torch.zeros(size["layers"], 3, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.int64)
+    locate.locate(row, row, *tables, cos[0], cos[0], size["window"] + 6, 128)
+    sampling.draw_rows(torch.zeros(rows, size["vocabulary"]), row.double(), row.double())
     tails = torch.zeros(3, 7, channels)
     compress.pool_pairs(torch.zeros(rows, 2 * channels), tails, tails, row, row, torch.bfloat16)
     engram.look_back(row, torch.zeros(3, 9, dtype=torch.int64), row, row, 4, 5, 2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cedar.formats import fp4, fp8
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
-from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc, pages, quantize
+from cedar.kernels import attention, compress, dense, engram, experts, indexer, mhc, pages, quantize, sampling
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Paged, Stored
 
@@ -309,6 +309,34 @@ def test_split_latent(device: str, dtype: torch.dtype, rounded: bool) -> None:
     same = stores[0].codes_PNX == stores[1].codes_PNX
     assert same.float().mean() >= (0.7 if dtype == torch.bfloat16 and device == "cpu" else 0.98)
     assert bool((stores[1].codes_PNX[2] == 255).all())
+
+
+def test_locate(device: str) -> None:
+    slot = torch.tensor([2, 0, 3, 1], device=device)
+    # first tokens, the last one the model takes, the edges of pages
+    position = torch.tensor([0, 2**20 - 1, 127, 128], device=device)
+    floor = torch.randint(0, 50, (5, 4), device=device)
+    table = torch.randint(0, 99, (4, 8192), device=device)
+    frequency = torch.rand(2, 6, device=device)
+    got, want = both(
+        lambda: pages.locate(slot, position, floor, table, frequency[0], frequency[1], num_ring=21, page_tokens=128)
+    )
+    for name, one, other in zip(want._fields, got, want, strict=True):
+        if one.is_floating_point():
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(one, other), name
+
+
+def test_draw_rows(device: str) -> None:
+    logits = torch.randn(6, 300, device=device) * 4
+    logits[1, 7] = logits[1, 200] = 50
+    logits[2, 3], logits[3, 4], logits[4, :] = torch.inf, torch.nan, -torch.inf
+    temperature = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.3], device=device, dtype=torch.float64)
+    for uniform in (0.0, 0.4, 0.999999999):
+        draws = torch.full((6,), uniform, device=device, dtype=torch.float64)
+        got, want = both(lambda draws=draws: sampling.draw_rows(logits, temperature, draws))
+        assert torch.equal(got, want) and want[1:5].tolist() == [7, -1, -1, -1]
 
 
 def test_pool_pairs(device: str, dtype: torch.dtype) -> None:

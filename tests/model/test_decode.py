@@ -123,7 +123,7 @@ def test_a_sequence_that_left_its_slot_goes_on(model: Transformer) -> None:
         got, want = paged.snapshot(), plain.snapshot()
         assert got.num_tokens == want.num_tokens and got.tails.keys() == want.tails.keys()
         assert torch.equal(got.recent_L, want.recent_L)
-        assert paged.history_L.tolist() == plain.history_L.tolist()
+        assert paged._history.tolist() == plain._history.tolist()
         ids_T = torch.tensor([7, 8, 9])
         torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
         paged.roll_back(paged.num_tokens - 2)

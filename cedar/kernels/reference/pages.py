@@ -56,3 +56,38 @@ def split_latent(
     num_latent = query_gain_Q.shape[0]
     ops.store_normed(latent_TX[:, num_latent:], gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
     return norm_round(latent_TX[:, :num_latent], query_gain_Q, query_eps, query_spec)
+
+
+def locate(
+    slot_T: Tensor,
+    position_T: Tensor,
+    floor_LS: Tensor,
+    page_SP: Tensor,
+    window_frequency_R: Tensor,
+    frequency_R: Tensor,
+    num_ring: int,
+    page_tokens: int,
+) -> ops.Located:
+    busy_T = slot_T < page_SP.shape[0] - 1
+    places = []
+    for ratio in (1, 2):
+        entry_T, per_page = position_T // ratio, page_tokens // ratio
+        places += [page_SP[slot_T, entry_T // per_page], entry_T % per_page]
+    turns = []
+    for where_T, frequency in (
+        (position_T, window_frequency_R),
+        (position_T, frequency_R),
+        ((position_T - 1).clamp(min=0), frequency_R),
+    ):
+        angle_TR = where_T.float().unsqueeze(-1) * frequency
+        turns += [angle_TR.cos(), angle_TR.sin()]
+    return ops.Located(
+        busy_T,
+        busy_T & (position_T % 2 == 1),
+        position_T % num_ring,
+        floor_LS[:, slot_T],
+        position_T + 1,
+        (position_T + 1) // 2,
+        *places,
+        *turns,
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.mhc import Entered, Sublayer
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -83,6 +84,28 @@ def _streams(
 
 
 @triton.jit
+def _unit(a, b, c, d, eps):
+    """Four scalars over their sum."""
+    inverse = 1.0 / (a + b + c + d + eps)
+    return a * inverse, b * inverse, c * inverse, d * inverse
+
+
+@triton.jit
+def _softmax(a, b, c, d, eps):
+    peak = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = _unit(tl.exp(a - peak), tl.exp(b - peak), tl.exp(c - peak), tl.exp(d - peak), 0.0)
+    return a + eps, b + eps, c + eps, d + eps
+
+
+@triton.jit
+def _store_four(place, a, b, c, d):
+    tl.store(place, a)
+    tl.store(place + 1, b)
+    tl.store(place + 2, c)
+    tl.store(place + 3, d)
+
+
+@triton.jit
 def _mixes(
     pre, post, comb, mean_square, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
     eps, rms_eps, ITERATIONS: tl.constexpr,
@@ -95,14 +118,33 @@ def _mixes(
     post = 2.0 * tl.sigmoid(post * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + four))
     tl.store(next_post_ptr + row * N + four, post)
     comb = comb * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * N + sixteen)
-    mixing = tl.reshape(comb, (N, N))
-    mixing = tl.exp(mixing - tl.max(mixing, axis=1)[:, None])
-    mixing = mixing / tl.sum(mixing, axis=1)[:, None] + eps
-    mixing = mixing / (tl.sum(mixing, axis=0)[None, :] + eps)
+    # sixteen scalars in registers: no sum of the forty that follow has to cross lanes
+    cell = next_mixing_ptr + row * N * N
+    tl.store(cell + sixteen, comb)
+    tl.debug_barrier()
+    a0, a1, a2, a3 = _softmax(tl.load(cell), tl.load(cell + 1), tl.load(cell + 2), tl.load(cell + 3), eps)
+    b0, b1, b2, b3 = _softmax(tl.load(cell + 4), tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7), eps)
+    c0, c1, c2, c3 = _softmax(tl.load(cell + 8), tl.load(cell + 9), tl.load(cell + 10), tl.load(cell + 11), eps)
+    d0, d1, d2, d3 = _softmax(tl.load(cell + 12), tl.load(cell + 13), tl.load(cell + 14), tl.load(cell + 15), eps)
+    a0, b0, c0, d0 = _unit(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _unit(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _unit(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _unit(a3, b3, c3, d3, eps)
     for _ in range(ITERATIONS - 1):
-        mixing = mixing / (tl.sum(mixing, axis=1)[:, None] + eps)
-        mixing = mixing / (tl.sum(mixing, axis=0)[None, :] + eps)
-    tl.store(next_mixing_ptr + row * N * N + four[:, None] * N + four[None, :], mixing)
+        a0, a1, a2, a3 = _unit(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _unit(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _unit(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _unit(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _unit(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _unit(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _unit(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _unit(a3, b3, c3, d3, eps)
+    # nobody may still read what is now overwritten
+    tl.debug_barrier()
+    _store_four(cell, a0, a1, a2, a3)
+    _store_four(cell + 4, b0, b1, b2, b3)
+    _store_four(cell + 8, c0, c1, c2, c3)
+    _store_four(cell + 12, d0, d1, d2, d3)
 
 
 @triton.jit
@@ -131,6 +173,7 @@ def _advance(
     channels, eps, rms_eps, norm_eps,
     FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, B)
     dtype = out_ptr.dtype.element_ty
@@ -149,6 +192,7 @@ def _share_streams(
     y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, collapsed_ptr, partial_ptr, channels, shares,
     FRESH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = share * B + tl.arange(0, B)
     sums = _streams(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels, FRESH, B)
@@ -170,6 +214,7 @@ def _join_shares(
     next_mixing_ptr, channels, shares, eps, rms_eps, norm_eps,
     ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row = tl.program_id(0).to(tl.int64)
     share, four, sixteen = tl.arange(0, S), tl.arange(0, 4), tl.arange(0, 16)
     place = partial_ptr + (row * shares + share) * 32
@@ -216,13 +261,15 @@ def advance(
         _share_streams[(num_rows, shares)](
             y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, out_TND, collapsed_TD, partial,
             channels, shares, FRESH=fresh, B=_SHARE, num_warps=2,
-        )  # fmt: skip
+        launch_pdl=AHEAD,
+    )  # fmt: skip
         _join_shares[(num_rows,)](
             partial, collapsed_TD, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD,
             premix, post, mixing, channels, shares, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
             ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
             S=next_power_of_2(shares), num_warps=8,
-        )  # fmt: skip
+        launch_pdl=AHEAD,
+    )  # fmt: skip
         return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing)
     _advance[(num_rows,)](
         y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
@@ -230,5 +277,6 @@ def advance(
         channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
         num_warps=8,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import next_power_of_2, unavailable
 
 __all__ = ["FORWARD_ONLY", "fits", "pool_pairs", "unavailable"]
@@ -27,6 +28,7 @@ def _pool_pairs(
     fresh_ptr, content_ptr, gate_ptr, slot_ptr, position_ptr, out_ptr, fresh_stride, channels,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, C)
     inside = channel < channels
@@ -59,5 +61,6 @@ def pool_pairs(
     _pool_pairs[(num_rows,)](
         fresh_TX, content_SRC, gate_SRC, slot_T, position_T, out_TC, fresh_TX.stride(0), channels,
         R=content_SRC.shape[1], C=next_power_of_2(channels), num_warps=2,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return out_TC

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.stored import e4m3_value, e8m0_value
 
@@ -32,6 +33,7 @@ def _memory(
     ids_ptr, multiplier_ptr, prime_ptr, offset_ptr, codes_ptr, scales_ptr, out_ptr, num_columns, channels, heads,
     L: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     mixed = tl.load(ids_ptr + t * L) * tl.load(multiplier_ptr)
     # columns are ordered by n-gram size: the longer, the more look-backs join
@@ -62,6 +64,7 @@ def engram_memory(
     _memory[(num_rows, num_columns)](
         compressed_TL.contiguous(), multiplier_L, prime_K, offset_K, codes, scales, out, num_columns, channels,
         num_columns // (num_lookbacks - 1), L=num_lookbacks, C=next_power_of_2(channels), num_warps=1,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return out
 
@@ -71,6 +74,7 @@ def _gate(
     x_ptr, key_ptr, value_ptr, dead_ptr, query_weight_ptr, key_weight_ptr, out_ptr, key_stride, value_stride,
     channels, eps, root, N: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, B)
     inside = channel < channels
@@ -108,6 +112,7 @@ def engram_gate(
         streams_TND, key_TND, value_TD, dead_T, query_weight_ND, key_weight_ND, out_TND,
         key_TND.stride(0), value_TD.stride(0), channels, eps, channels**-0.5,
         N=num_streams, B=next_power_of_2(channels), num_warps=4,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return out_TND
 
@@ -117,6 +122,7 @@ def _look_back(
     ids_ptr, history_ptr, slot_ptr, compressed_ptr, out_ptr, image_token_id, pad_token_id, num_history,
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, H)
     row = history_ptr + tl.load(slot_ptr + t) * num_history
@@ -149,5 +155,6 @@ def look_back(
     _look_back[(num_rows,)](
         ids_T.contiguous(), history_SH, slot_T, compressed_V, out_TL, image_token_id, pad_token_id, num_history,
         L=num_lookbacks, H=32, num_warps=1,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return out_TL

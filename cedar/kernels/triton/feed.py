@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Weights
-from cedar.kernels.triton.device import is_half_or_float, unavailable
+from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
 
 __all__ = ["FORWARD_ONLY", "feed", "fits", "unavailable"]
 
 FORWARD_ONLY = ("feed",)
 _MAX_ROWS = 512
-_UP, _DOWN, _STEP = 16, 16, 128
+_UP, _DOWN, _STEP = 16, 16, 256
 
 
 def fits(op: str, u: Tensor, w1: Tensor) -> bool:
@@ -33,6 +34,7 @@ def _up(
     u_ptr, ids_ptr, weights_ptr, w1_ptr, w3_ptr, shared1_ptr, shared3_ptr, inner_ptr, channels, num_inner, k, limit,
     B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inner = tl.program_id(2) * B + tl.arange(0, B)
     weight = 1.0
@@ -64,6 +66,7 @@ def _down(
     inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner, k,
     ROUNDED: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
@@ -90,10 +93,37 @@ def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, lim
     w1, w3, w2, s1, s3, s2 = (weight.contiguous() for weight in weights)
     inner = torch.empty(num_rows, k + 1, num_inner, device=u_TD.device, dtype=u_TD.dtype)
     _up[(num_rows, k + 1, triton.cdiv(num_inner, _UP))](
-        u_TD, ids_TK, weights_TK, w1, w3, s1, s3, inner, channels, num_inner, k, limit, B=_UP, S=_STEP, num_warps=4
+        u_TD,
+        ids_TK,
+        weights_TK,
+        w1,
+        w3,
+        s1,
+        s3,
+        inner,
+        channels,
+        num_inner,
+        k,
+        limit,
+        B=_UP,
+        S=min(_STEP, max(32, next_power_of_2(channels))),
+        num_warps=4,
+        launch_pdl=AHEAD,
     )
     y_TD = torch.empty_like(u_TD)
     _down[(num_rows, triton.cdiv(channels, _DOWN))](
-        inner, ids_TK, w2, s2, y_TD, channels, num_inner, k, ROUNDED=round_inner, B=_DOWN, S=_STEP, num_warps=4
+        inner,
+        ids_TK,
+        w2,
+        s2,
+        y_TD,
+        channels,
+        num_inner,
+        k,
+        ROUNDED=round_inner,
+        B=_DOWN,
+        S=min(_STEP, max(32, next_power_of_2(num_inner))),
+        num_warps=4,
+        launch_pdl=AHEAD,
     )
     return y_TD

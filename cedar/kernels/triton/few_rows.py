@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -18,7 +19,7 @@ __all__ = ["FORWARD_ONLY", "fits", "grouped_linear", "norm_round", "unavailable"
 
 FORWARD_ONLY = ("norm_round", "grouped_linear")
 _ROWS = 16
-_STEP = 64
+_STEP = 256
 _MAX_ROWS = 512
 _MAX_CHANNELS = 4096
 
@@ -44,6 +45,7 @@ def _grouped_linear(
     x_ptr, w_ptr, y_ptr, num_rows, row_stride, group_stride, channels, outputs,
     ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    follow()
     # one program: P rows times B outputs of one group
     group = tl.program_id(2)
     row = tl.program_id(0) * P + tl.arange(0, P)
@@ -82,7 +84,9 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(outputs, width), num_groups
     _grouped_linear[grid](
         x_TGI, weight_GOI, y_TGO, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
-        ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=_ROWS, B=width, K=_STEP, num_warps=4, num_stages=3,
+        ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=_ROWS, B=width,
+        K=min(_STEP, max(32, next_power_of_2(channels))), num_warps=4, num_stages=2,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return y_TGO
 
@@ -109,6 +113,7 @@ def norm_round_row(x_ptr, gain_ptr, y_ptr, channels, eps, ROUNDED: tl.constexpr,
 
 @triton.jit
 def _norm_round(x_ptr, gain_ptr, y_ptr, row_stride, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     norm_round_row(x_ptr + row * row_stride, gain_ptr, y_ptr + row * channels, channels, eps, ROUNDED, B)
 
@@ -120,6 +125,15 @@ def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None
     if x_TI.shape[0]:
         width = max(32, next_power_of_2(channels))
         _norm_round[(x_TI.shape[0],)](
-            x_TI, gain_I, y_TI, x_TI.stride(0), channels, eps, ROUNDED=spec is not None, B=width, num_warps=4
+            x_TI,
+            gain_I,
+            y_TI,
+            x_TI.stride(0),
+            channels,
+            eps,
+            ROUNDED=spec is not None,
+            B=width,
+            num_warps=4,
+            launch_pdl=AHEAD,
         )
     return y_TI

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
 from cedar.kernels.triton.stored import e2m1_planes
@@ -39,6 +40,7 @@ def _plan(
     ids_ptr, tile_expert_ptr, member_ptr, first_ptr, num_choices, num_experts, num_tiles,
     A: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    follow()
     choice, expert = tl.arange(0, A), tl.arange(0, E)
     known = choice < num_choices
     ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
@@ -87,6 +89,7 @@ def _up(
     u_ptr, weights_ptr, tile_expert_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
     channels, num_inner, k, limit, ROUNDED: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    follow()
     expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         member = tl.load(member_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS))
@@ -122,6 +125,7 @@ def _down(
     inner_ptr, tile_expert_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, channels, num_inner,
     B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    follow()
     expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         member = tl.load(member_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -144,6 +148,7 @@ def _down(
 
 @triton.jit
 def _add_choices(choice_ptr, y_ptr, channels, k, B: tl.constexpr):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
@@ -175,17 +180,20 @@ def packed_experts(
     _plan[(1,)](
         ids_TK, tile_expert, member, torch.empty(experts, **new), num_choices, num_experts, num_tiles,
         A=next_power_of_2(num_choices), E=experts, ROWS=_ROWS, CHUNK=16, num_warps=8,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     inner = torch.empty(num_choices, num_inner, device=u_TD.device, dtype=u_TD.dtype)
     _up[(triton.cdiv(num_inner, _OUTPUTS), num_tiles)](
         u_TD, weights_TK, tile_expert, member, *w1, *w3, inner, channels, num_inner, k, limit,
         ROUNDED=round_inner, B=_OUTPUTS, ROWS=_ROWS, K=128, num_warps=4, num_stages=3,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, device=u_TD.device, dtype=torch.float32)
     _down[(triton.cdiv(channels, _OUTPUTS), num_tiles)](
         inner, tile_expert, member, *w2, choice, channels, num_inner, B=_OUTPUTS, ROWS=_ROWS, K=128, num_warps=4,
         num_stages=3,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     y_TD = torch.empty(num_rows, channels, device=u_TD.device, dtype=torch.float32)
-    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, k, B=1024)
+    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, k, B=1024, launch_pdl=AHEAD)
     return y_TD

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.few_rows import operand, round_channels
 from cedar.kernels.triton.stored import e8m0_value
@@ -36,6 +37,7 @@ def _packed_linear(
     x_ptr, codes_ptr, scales_ptr, y_ptr, num_rows, row_stride, channels, outputs, steps_a_share,
     ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    follow()
     # one program: P rows times one row of tiles, 32 outputs, over a share of the input
     row = tl.program_id(1) * P + tl.arange(0, P)
     tile = tl.program_id(0)
@@ -77,6 +79,7 @@ def _packed_linear(
 
 @triton.jit
 def _add_shares(partial_ptr, y_ptr, size, SHARES: tl.constexpr, B: tl.constexpr):
+    follow()
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
     for share in tl.static_range(SHARES):
@@ -99,8 +102,9 @@ def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSp
     _packed_linear[(tiles, blocks, shares)](
         x_TI, codes_OI, scales, target, num_rows, x_TI.stride(0), channels, outputs, steps_a_share,
         ROUNDED=spec is not None, OPERAND=operand(x_TI), P=rows, K=_STEP, num_warps=4, num_stages=4,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     if shares > 1:
         size = y_TO.numel()
-        _add_shares[(triton.cdiv(size, 512),)](target, y_TO, size, SHARES=shares, B=512)
+        _add_shares[(triton.cdiv(size, 512),)](target, y_TO, size, SHARES=shares, B=512, launch_pdl=AHEAD)
     return y_TO

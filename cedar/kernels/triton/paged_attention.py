@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.pages import Paged, Stored
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
-from cedar.kernels.triton.stored import e2m1_planes, e4m3_value, e8m0_value
+from cedar.kernels.triton.stored import e2m1_planes, e4m3_half, e4m3_value, e8m0_half, e8m0_value
 
 __all__ = ["FORWARD_ONLY", "fits", "paged_attention", "unavailable"]
 
@@ -72,13 +73,16 @@ def _attend(
     page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
     query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
     RING: tl.constexpr, PER_PAGE: tl.constexpr,
-    H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, SHARES: tl.constexpr, EXACT: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, ALONE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
+    follow()
     HALF: tl.constexpr = C // 2
     t, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, pair, key = tl.arange(0, H), tl.arange(0, HALF), tl.arange(0, J)
     known = (head < num_heads)[:, None]
     operand: tl.constexpr = tl.float32 if EXACT else tl.float16
+    # float16 keys are 2**4 of their value: entries reach 2688, window rows go down to 2**-18 of their scale
+    KEYS: tl.constexpr = 1.0 if EXACT else 0.0625
     dtype: tl.constexpr = out_ptr.dtype.element_ty
 
     # the queries, in planes, turned
@@ -106,15 +110,21 @@ def _attend(
         where = position - num_window + 1 + column
         there = (column < num_window) & (where >= floor) & (where >= 0)
         row = tl.where(there, where, 0) % RING
-        code = codes_ptr + slot * code_page + row[:, None] * code_row + 2 * pair[None, :]
+        code = codes_ptr + slot * code_page + row[:, None] * code_row
         exponent = tl.load(
             scales_ptr + slot * scale_page + row[:, None] * scale_row + group32[None, :], mask=there[:, None], other=127
         )
-        spread = tl.reshape(tl.broadcast_to(e8m0_value(exponent)[:, :, None], (J, C // 32, 16)), (J, HALF))
-        key_even = (e4m3_value(tl.load(code, mask=there[:, None], other=0)) * spread).to(operand)
-        key_odd = (e4m3_value(tl.load(code + 1, mask=there[:, None], other=0)) * spread).to(operand)
+        # both channels of a pair in one load
+        both = tl.load(code.to(tl.pointer_type(tl.uint16)) + pair[None, :], mask=there[:, None], other=0)
+        even_byte, odd_byte = (both & 0xFF).to(tl.uint8), (both >> 8).to(tl.uint8)
+        if EXACT:
+            spread = tl.reshape(tl.broadcast_to(e8m0_value(exponent)[:, :, None], (J, C // 32, 16)), (J, HALF))
+            key_even, key_odd = e4m3_value(even_byte) * spread, e4m3_value(odd_byte) * spread
+        else:
+            half = tl.reshape(tl.broadcast_to(e8m0_half(exponent, 4)[:, :, None], (J, C // 32, 16)), (J, HALF))
+            key_even, key_odd = e4m3_half(even_byte) * half, e4m3_half(odd_byte) * half
         best, total, out_even, out_odd = _scores_and_values(
-            query_even, query_odd, key_even, key_odd, there, best, total, out_even, out_odd, scale, EXACT
+            query_even, query_odd, key_even, key_odd, there, best, total, out_even, out_odd, scale * KEYS, EXACT
         )
 
     group16 = tl.arange(0, C // 16)
@@ -129,57 +139,58 @@ def _attend(
         code = entry_codes_ptr + page[:, None] * entry_code_page + row[:, None] * entry_code_row + pair[None, :]
         byte = tl.load(code, mask=there[:, None], other=0)
         scale_place = entry_scales_ptr + page[:, None] * entry_scale_page + row[:, None] * entry_scale_row
-        factor = e4m3_value(tl.load(scale_place + group16[None, :], mask=there[:, None], other=0)) * 16384.0
+        factor = tl.load(scale_place + group16[None, :], mask=there[:, None], other=0)
         low, high = e2m1_planes(byte)
         if EXACT:
-            spread = tl.reshape(tl.broadcast_to(factor[:, :, None], (J, C // 16, 8)), (J, HALF))
+            scales = e4m3_value(factor) * 16384.0
+            spread = tl.reshape(tl.broadcast_to(scales[:, :, None], (J, C // 16, 8)), (J, HALF))
             key_even, key_odd = low.to(tl.float32) * spread, high.to(tl.float32) * spread
         else:
-            # the product is at most 2688 and keeps every bit in float16; its two factors are split to stay in range
-            half = tl.reshape(
-                tl.broadcast_to((factor * 0.0078125).to(tl.float16)[:, :, None], (J, C // 16, 8)), (J, HALF)
-            )
-            key_even, key_odd = (low * 128.0).to(tl.float16) * half, (high * 128.0).to(tl.float16) * half
+            # 2**-3 of the nibble times 2**7 of the scale: both, and their product, are exact in float16
+            scales = e4m3_half(factor) * 128.0
+            half = tl.reshape(tl.broadcast_to(scales[:, :, None], (J, C // 16, 8)), (J, HALF))
+            key_even, key_odd = (low * 2048.0) * half, (high * 2048.0) * half
         best, total, out_even, out_odd = _scores_and_values(
-            query_even, query_odd, key_even, key_odd, there, best, total, out_even, out_odd, scale, EXACT
+            query_even, query_odd, key_even, key_odd, there, best, total, out_even, out_odd, scale * KEYS, EXACT
         )
 
     out = t * num_heads * C + head[:, None] * C + 2 * pair[None, :]
-    if SHARES == 1:
+    if ALONE:
         sink = tl.load(sink_ptr + head, mask=head < num_heads, other=0.0) * 1.4426950408889634
         peak = tl.maximum(best, sink)
         shrink = tl.exp2(best - peak)
-        whole = (shrink / (total * shrink + tl.exp2(sink - peak)))[:, None]
+        whole = (shrink * KEYS / (total * shrink + tl.exp2(sink - peak)))[:, None]
         even_out, odd_out = _turned_back(out_even * whole, out_odd * whole, cos, sin, dtype)
         tl.store(out_ptr + out, even_out, mask=known)
         tl.store(out_ptr + out + 1, odd_out, mask=known)
     else:
-        base = (t * SHARES + share) * num_heads + head
+        base = (t * tl.num_programs(1) + share) * num_heads + head
         tl.store(peak_ptr + 2 * base, best, mask=head < num_heads)
         tl.store(peak_ptr + 2 * base + 1, total, mask=head < num_heads)
         partial = partial_ptr + base[:, None] * C + pair[None, :]
-        tl.store(partial, out_even, mask=known)
-        tl.store(partial + HALF, out_odd, mask=known)
+        tl.store(partial, out_even * KEYS, mask=known)
+        tl.store(partial + HALF, out_odd * KEYS, mask=known)
 
 
 @triton.jit
 def _join(
-    partial_ptr, peak_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_heads, num_angles,
-    C: tl.constexpr, SHARES: tl.constexpr,
+    partial_ptr, peak_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_heads, num_angles, shares,
+    C: tl.constexpr,
 ):  # fmt: skip
+    follow()
     HALF: tl.constexpr = C // 2
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, HALF)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     sink = tl.load(sink_ptr + head) * 1.4426950408889634
     peak = sink
-    for share in tl.static_range(SHARES):
-        peak = tl.maximum(peak, tl.load(peak_ptr + 2 * ((t * SHARES + share) * num_heads + head)))
+    for share in range(shares):
+        peak = tl.maximum(peak, tl.load(peak_ptr + 2 * ((t * shares + share) * num_heads + head)))
     total = tl.exp2(sink - peak)
     even = tl.zeros([HALF], tl.float32)
     odd = tl.zeros([HALF], tl.float32)
-    for share in tl.static_range(SHARES):
-        base = (t * SHARES + share) * num_heads + head
+    for share in range(shares):
+        base = (t * shares + share) * num_heads + head
         shrink = tl.exp2(tl.load(peak_ptr + 2 * base) - peak)
         total += shrink * tl.load(peak_ptr + 2 * base + 1)
         even += shrink * tl.load(partial_ptr + base * C + pair)
@@ -237,11 +248,22 @@ def paged_attention(
         query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
         channels**-0.5 * 1.4426950408889634,
         RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
-        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, SHARES=shares, EXACT=exact,
+        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, ALONE=shares == 1, EXACT=exact,
         num_warps=8 if channels >= 256 else 4, num_stages=1,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     if shares > 1:
         _join[(num_rows, num_heads)](
-            partial, peak, sink_H, cos_TR, sin_TR, output_THC, num_heads, cos_TR.shape[-1], C=channels, SHARES=shares
+            partial,
+            peak,
+            sink_H,
+            cos_TR,
+            sin_TR,
+            output_THC,
+            num_heads,
+            cos_TR.shape[-1],
+            shares,
+            C=channels,
+            launch_pdl=AHEAD,
         )
     return output_THC

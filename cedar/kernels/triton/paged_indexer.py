@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.pages import Paged
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import ceil_power_of_two, round_to_grid
 from cedar.kernels.triton.stored import e2m1_planes, e8m0_value
@@ -37,6 +38,7 @@ def _scores(
     PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    follow()
     HALF: tl.constexpr = C // 2
     GROUPS: tl.constexpr = C // 32
     t = tl.program_id(1).to(tl.int64)
@@ -123,6 +125,7 @@ def _run(
         PER_PAGE=stored.codes_PNX.shape[1], BLOCK=block_size, POOLED=block_TN is not None,
         H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, TILES=tiles,
         num_warps=4, num_stages=2,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return score_TE
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
 from cedar.kernels.pages import Stored
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import norm_round_row
 from cedar.kernels.triton.quantize import ceil_power_of_two, round_to_grid
@@ -80,6 +81,7 @@ def _store_rows(
     x_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr, row_stride, channels,
     code_page, code_row, scale_page, scale_row, KIND: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, G)[:, None] * S + tl.arange(0, S)[None, :]
     x = tl.load(x_ptr + t * row_stride + place, mask=place < channels, other=0.0).to(tl.float32)
@@ -128,6 +130,7 @@ def _store_normed(
     row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
     KIND: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     _norm_turn_store(
         tl.program_id(0).to(tl.int64), x_ptr, gain_ptr, cos_ptr, sin_ptr, normed_ptr, page_ptr, row_ptr, present_ptr,
         codes_ptr, scales_ptr, row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
@@ -141,6 +144,7 @@ def _split_latent(
     row_stride, num_latent, channels, num_angles, query_eps, eps, code_page, code_row, scale_page, scale_row,
     ROUNDED: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         norm_round_row(
@@ -165,6 +169,7 @@ def store_rows(rows_TC: Tensor, stored: Stored, page_T: Tensor, row_T: Tensor, p
     _store_rows[(num_rows,)](
         rows_TC, page_T, row_T, present_T, stored.codes_PNX, stored.scales_PNG, rows_TC.stride(0), channels,
         *_place(stored), KIND=_KIND[stored.spec], G=next_power_of_2(channels // group), S=group, num_warps=2,
+        launch_pdl=AHEAD,
     )  # fmt: skip
 
 
@@ -186,6 +191,7 @@ def store_normed(
         x_TC, gain_C, cos_TR, sin_TR, normed_TC, page_T, row_T, present_T, stored.codes_PNX, stored.scales_PNG,
         x_TC.stride(0), channels, cos_TR.shape[-1], eps, *_place(stored),
         KIND=_KIND[stored.spec], G=next_power_of_2(channels // group), S=group, num_warps=2,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return normed_TC
 
@@ -212,5 +218,6 @@ def split_latent(
         stored.scales_PNG, latent_TX.stride(0), num_latent, channels, cos_TR.shape[-1], query_eps, eps,
         *_place(stored), ROUNDED=query_spec is not None, B=max(32, next_power_of_2(num_latent)),
         G=next_power_of_2(channels // 32), S=32, num_warps=4,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return query_TQ

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 
 __all__ = ["FORWARD_ONLY", "fits", "route", "unavailable"]
@@ -30,6 +31,7 @@ def _route(
     u_ptr, image_ptr, weight_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, channels, num_experts,
     k, scaling, IMAGES: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     known = expert < num_experts
@@ -84,5 +86,6 @@ def route(
         u_TD, bias_E if image_T is None else image_T, weight_ED, bias_E, image_bias_E, ids_TK, weights_TK, score_TE,
         channels, num_experts, k, scaling,
         IMAGES=image_T is not None, E=experts, B=min(next_power_of_2(channels), 8192 // experts), num_warps=4,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     return ids_TK, weights_TK, score_TE

@@ -32,3 +32,16 @@ def e4m3_value(byte):
 def e8m0_value(byte):
     """uint8 exponents 1..254 -> float32 powers of two; 0 becomes 0, 255 infinity."""
     return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_half(byte):
+    """uint8 E4M3 codes -> float16, exactly."""
+    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def e8m0_half(byte, SHIFT: tl.constexpr):
+    """uint8 exponents -> float16, 2**SHIFT of the power of two; what float16 has no room for is cut to its range."""
+    field = tl.minimum(tl.maximum(byte.to(tl.int32) - 112 + SHIFT, 1), 30)
+    return (field << 10).to(tl.uint16).to(tl.float16, bitcast=True)

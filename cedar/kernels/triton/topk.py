@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import next_power_of_2, unavailable
 
 __all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 
 FORWARD_ONLY = ("top_entries", "top_members")
-_TILE = 16384
+_TILE = 4096
 
 
 def fits(op: str, score: Tensor) -> bool:
@@ -42,6 +43,7 @@ def _select(
     score_ptr, column_ptr, block_ptr, out_score_ptr, out_column_ptr, row_stride, num_columns, num_blocks, k,
     BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tile * B + tl.arange(0, B)
     inside = place < num_columns
@@ -115,7 +117,8 @@ def _top(score_TE: Tensor, k: int, block_TN: Tensor | None, block_size: int) -> 
         _select[(num_rows, tiles)](
             score_TE, column_TE, column_TE if block_TN is None else block_TN, out_score, out_column,
             num_columns, num_columns, 0 if block_TN is None else block_TN.shape[1], k,
-            BLOCK=block_size, FIRST=first, LAST=last, B=tile, num_warps=4 if tile <= 1024 else 16,
+            BLOCK=block_size, FIRST=first, LAST=last, B=tile, num_warps=max(4, min(16, tile // 256)),
+            launch_pdl=AHEAD,
         )  # fmt: skip
         if last:
             return out_column
