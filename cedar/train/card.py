@@ -27,7 +27,7 @@ def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) ->
         _recall(facts),
         _abilities(facts),
         _training(facts),
-        _data(recipe),
+        _data(facts),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -90,33 +90,44 @@ def _abilities(facts: Mapping[str, Any]) -> str:
 
 
 def _training(facts: Mapping[str, Any]) -> str:
-    recipe = facts["recipe"]
-    stages = "\n".join(
-        f"| {stage['name']} | {stage['share']:.0%} | {stage['dense_share']:.0%} | "
-        f"{', '.join(stage['rounding']) or 'none'} | {stage['replay_share']:.0%} | "
-        f"{', '.join(f'{name} {weight:g}' for name, weight in stage['mixture'].items())} |"
-        for stage in recipe["stages"]
-    )
+    runs = [*facts.get("earlier", ()), facts]
     loss = facts.get("final_loss")
     told = _fill(
-        f"{facts['steps']:,} steps of {recipe['rows']} rows of {recipe['row_tokens']} tokens,",
-        f"{facts['tokens'] / 1e6:.0f} million tokens in all, seed {recipe['seed']}, {facts['minutes']:g} minutes on",
-        f"{facts['device']}. Samples of {facts['shortest_length']} to {facts['trained_length']} tokens. Muon, the",
-        f"Sinkhorn update and AdamW at a peak rate of {recipe['optim']['learning_rate']:g}; the indexers learn from",
-        "their own loss." + (f" Mean loss of the last logged steps: {loss:.3f} nats a learnt token." if loss else ""),
-        "The whole recipe is in `training.json`.",
+        *(_run(run, number) for number, run in enumerate(runs)),
+        f"Samples of {facts['shortest_length']} to {facts['trained_length']} tokens in the end. Muon, the Sinkhorn",
+        "update and AdamW; the indexers learn from their own loss."
+        + (f" Mean loss of the last logged steps: {loss:.3f} nats a learnt token." if loss else ""),
+        "Every recipe is in `training.json`.",
+    )
+    stages = "\n".join(
+        f"| {stage['name']} | {stage['share'] * run['steps']:,.0f} | {stage['dense_share']:.0%} | "
+        f"{', '.join(stage['rounding']) or 'none'} | {stage['replay_share']:.0%} | "
+        f"{', '.join(f'{name} {weight:g}' for name, weight in stage['mixture'].items())} |"
+        for run in runs
+        for stage in run["recipe"]["stages"]
     )
     return f"""## Training
 
 {told}
 
-| stage | of the steps | batches that see every entry | roundings | samples under replay | mixture, by tokens |
+| stage | steps | batches that see every entry | roundings | samples under replay | mixture, by tokens |
 |---|---|---|---|---|---|
 {stages}"""
 
 
-def _data(recipe: Mapping[str, Any]) -> str:
-    sources = sorted({name for stage in recipe["stages"] for name in stage["mixture"]})
+def _run(run: Mapping[str, Any], number: int) -> str:
+    """A sentence on one run; a later one began from the weights of the one before it."""
+    recipe = run["recipe"]
+    return (
+        f"{'Then, from these weights, ' if number else ''}{run['steps']:,} steps of {recipe['rows']} rows of "
+        f"{recipe['row_tokens']} tokens, {run['tokens'] / 1e6:.0f} million tokens, seed {recipe['seed']}, "
+        f"{run['minutes']:g} minutes on {run['device']}, peak rate {recipe['optim']['learning_rate']:g}."
+    )
+
+
+def _data(facts: Mapping[str, Any]) -> str:
+    recipes = [run["recipe"] for run in (*facts.get("earlier", ()), facts)]
+    sources = sorted({name for recipe in recipes for stage in recipe["stages"] for name in stage["mixture"]})
     known = {
         "stories": "`stories`: public-domain books in English, the simplest first, from Project Gutenberg and like "
         "collections",

@@ -29,6 +29,7 @@ from cedar.train.data import Batch, Batches, stream
 from cedar.train.optim.groups import Optimizers
 from cedar.train.passes import Passes, PassSums
 from cedar.train.schedule import rate_at, stage_at
+from cedar.train.speed import peak_flops, trained_token_flops
 
 # a run that cannot make one good step out of this many is over
 _MOST_SKIPPED = 20
@@ -68,17 +69,22 @@ class Clock:
     Attributes:
         minutes: Budget of the whole run; None leaves the recipe's steps.
         stop_after: This command ends after so many minutes, the run does not.
+        now: Seconds from any fixed moment.
     """
 
     minutes: float | None = None
     stop_after: float | None = None
     before_s: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
+    now: Callable[[], float] = time.monotonic
+    started_s: float = field(init=False)
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+
+    def __post_init__(self) -> None:
+        self.started_s = self.now()
 
     @property
     def here_s(self) -> float:
-        return time.monotonic() - self.started_s
+        return self.now() - self.started_s
 
     @property
     def elapsed_s(self) -> float:
@@ -123,6 +129,8 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
         self.compute_dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+        self.peak_flops = peak_flops(model.device)
+        self.token_flops = trained_token_flops(model.config, config)
         self.passes = Passes(model, config, self.compute_dtype)
         if self.passes.captures:
             self.optimizers.capture_steps()
@@ -130,6 +138,8 @@ class Trainer:
         self.stage = 0
         self.total_steps = config.steps
         self.tokens_seen = 0
+        # facts of the runs whose weights this one began from
+        self.earlier: list[dict[str, Any]] = []
         self.skipped = 0
         self.norms: deque[float] = deque(maxlen=_REMEMBERED_NORMS)
         self._stop = False
@@ -215,10 +225,12 @@ class Trainer:
         saved = self.step
         try:
             for batch in stream(self.batches, self._keys(), workers=self.config.data.workers, pin=pin):
-                start = time.monotonic()
+                start = self.clock.now()
                 logs = self.step % self.config.log_every == 0
                 result = self.train_step(batch, measure_recall=logs)
-                self.clock.recent_s.append(time.monotonic() - start)
+                # the first steps compile and capture: they say nothing of the speed to come
+                if self.passes.is_warm and self.optimizers.is_warm:
+                    self.clock.recent_s.append(self.clock.now() - start)
                 self.total_steps = self.clock.total_steps(self.step, self.total_steps)
                 if logs or result.skipped:
                     self._log(result)
@@ -240,7 +252,8 @@ class Trainer:
     def _keys(self) -> Iterator[tuple[int, int]]:
         """(step, stage) of each batch to come; a stage never goes back, even where the plan's length changes."""
         step, stage = self.step, self.stage
-        while step < self.total_steps:
+        # with a budget of time the length is a guess: batches are made ahead of it
+        while step < self.total_steps or self.clock.minutes is not None:
             stage = max(stage, stage_at(step, self.total_steps, self.config))
             yield step, stage
             step += 1
@@ -249,19 +262,31 @@ class Trainer:
         self._stop = True
 
     def _log(self, result: StepResult) -> None:
-        seconds = statistics.fmean(self.clock.recent_s)
+        seconds = statistics.fmean(self.clock.recent_s) if self.clock.recent_s else math.inf
         speed = result.tokens / seconds
         left_s = (self.total_steps - self.step) * seconds
+        mfu = None if self.peak_flops is None else round(speed * self.token_flops / self.peak_flops, 5)
         stage = self.config.stages[self.stage].name
         recall = "" if result.index_recall is None else f"  recall {result.index_recall:.2f}"
         self.report(
             f"step {result.step}/{self.total_steps} {stage}{' dense' if result.dense else ''}  loss {result.loss:.3f}  "
             f"index {result.index_loss:.3f}{recall}  load {result.load:.2f}  norm {result.grad_norm:.2f}  "
-            f"lr {result.rate:.1e}  {speed:,.0f} tok/s  {_minutes(left_s)} left"
+            f"lr {result.rate:.1e}"
+            + (f"  {speed:,.0f} tok/s" if speed else "")
+            + (f"  MFU {mfu:.1%}" if speed and mfu is not None else "")
+            + (f"  {_minutes(left_s)} left" if speed else "")
             + (f"  SKIPPED: {result.skipped}" if result.skipped else "")
         )
         values = {name: getattr(result, name) for name in StepResult.__slots__}
-        self._write({**values, "stage": stage, "seconds": round(self.clock.elapsed_s, 1), "tokens_per_s": round(speed)})
+        self._write(
+            {
+                **values,
+                "stage": stage,
+                "seconds": round(self.clock.elapsed_s, 1),
+                "tokens_per_s": round(speed),
+                "mfu": mfu,
+            }
+        )
 
     def _write(self, values: dict[str, Any]) -> None:
         with (self.run_folder / "log.jsonl").open("a", encoding="utf-8") as log:
@@ -283,6 +308,7 @@ class Trainer:
                 "stage": self.stage,
                 "total_steps": self.total_steps,
                 "tokens_seen": self.tokens_seen,
+                "earlier": self.earlier,
                 "skipped": self.skipped,
                 "norms": list(self.norms),
                 "elapsed_s": self.clock.elapsed_s,
@@ -324,6 +350,7 @@ class Trainer:
             self.total_steps = state.meta["total_steps"]
         self.tokens_seen, self.skipped = state.meta["tokens_seen"], state.meta["skipped"]
         self.norms.extend(state.meta["norms"])
+        self.earlier = list(state.meta.get("earlier", ()))
         self.clock.before_s = state.meta["elapsed_s"]
         return True
 

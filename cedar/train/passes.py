@@ -54,6 +54,9 @@ class Passes:
 
     Args:
         compute_dtype: Of activations.
+
+    Attributes:
+        is_warm: The latest step compiled and captured nothing.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, compute_dtype: torch.dtype) -> None:
@@ -61,6 +64,7 @@ class Passes:
         self.captures = config.graphs and model.device.type == "cuda"
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._pool: Any = None
+        self.is_warm = False
 
     def run(self, batch: Batch, *, measure_recall: bool = False) -> PassSums:
         """All micro-batches of a step. The loss is that of the whole batch whatever their number.
@@ -73,7 +77,8 @@ class Passes:
         samples = torch.full((), float(batch.num_samples), device=learnt.device)
         measure = measure_recall and batch.dense
         key = (batch.stage, batch.dense, measure)
-        if self.captures and key not in self._captured:
+        self.is_warm = not self.captures or key in self._captured
+        if not self.is_warm:
             self._captured[key] = self._capture(batch.rows(0, micro_rows), learnt, samples, measure)
         sums: PassSums | None = None
         for start in range(0, self.config.rows, micro_rows):

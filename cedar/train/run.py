@@ -7,7 +7,7 @@ import shutil
 import statistics
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from cedar.train.loop import Clock, Trainer
 from cedar.train.tasks import sample_text
 
 _MODEL_FOLDER = "model"
+# beside weight shards: the run that made them
+_FACTS = "run.json"
 # a model this small wanders at temperature 1, and was never shown a thought
 _GENERATION = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 256, "thinking": False}
 
@@ -106,6 +108,8 @@ def train(
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     clock = Clock(minutes=minutes, stop_after=stop_after)
     trainer = Trainer(config, model, batches, run, clock=clock, report=report)
+    if start_from is not None:
+        trainer.earlier = _earlier(Path(start_from))
     state = trainer.optimizers.state_bytes()
     count = sum(p.numel() for p in model.parameters())
     report(
@@ -124,6 +128,27 @@ def train(
     else:
         report(f"stopped at step {trainer.step}; the same command goes on from there")
     return complete
+
+
+def _run_facts(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """What `training.json` says of one run, from its checkpoint."""
+    return {
+        "recipe": meta["config"],
+        "steps": steps,
+        "tokens": meta["tokens_seen"],
+        "minutes": round(meta["elapsed_s"] / 60, 1),
+        "device": meta["device"],
+    }
+
+
+def _earlier(folder: Path) -> list[dict[str, Any]]:
+    """Facts of the runs that made the weights in a folder, first to last; empty if it does not say."""
+    file = next((folder / name for name in (_FACTS, "training.json") if (folder / name).is_file()), None)
+    if file is None:
+        return []
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    own = {name: facts[name] for name in ("recipe", "steps", "tokens", "minutes", "device")}
+    return [*facts.get("earlier", ()), own]
 
 
 def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
@@ -183,11 +208,8 @@ def export(run: str | Path, *, report: Callable[[str], None] = print) -> Path:
     write_checkpoint(model, folder)
     tokenizer.save(folder)
     facts = {
-        "recipe": state.meta["config"],
-        "steps": state.step,
-        "tokens": state.meta["tokens_seen"],
-        "minutes": round(state.meta["elapsed_s"] / 60, 1),
-        "device": state.meta["device"],
+        **_run_facts(state.meta, state.step),
+        "earlier": state.meta.get("earlier", []),
         "final_loss": round(statistics.fmean(losses), 4) if losses else None,
         "shortest_length": min(length for stage in config.stages for length in stage.lengths),
         "trained_length": config.trained_length,
@@ -237,6 +259,9 @@ def pack(run: str | Path, out: str | Path) -> list[Path]:
     if state is None:
         raise FormatError(f"{run} holds no checkpoint; train it first")
     files = save_weights(out, state.model)
+    facts = {**_run_facts(state.meta, state.step), "earlier": state.meta.get("earlier", [])}
+    files.append(out / _FACTS)
+    files[-1].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for name in ("log.jsonl", "curve.png", "recipe.json"):
         if (run / name).is_file():
             files.append(Path(shutil.copy(run / name, out / name)))

@@ -115,6 +115,11 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
         assert "model/config.json" in archive.getnames()
     said.clear()
     assert runs.train(config, tmp_path / "next", device="cpu", start_from=tmp_path / "packed", report=said.append)
+    # a run that begins from another's weights says so, and its card tells both
+    facts = json.loads((tmp_path / "next" / "model" / "training.json").read_text())
+    assert [(run["steps"], run["recipe"]["preset"]) for run in facts["earlier"]] == [(3, "nano")]
+    card = (tmp_path / "next" / "model" / "README.md").read_text()
+    assert "Then, from these weights, 3 steps" in " ".join(card.split())
 
 
 def test_a_corpus_that_a_recipe_needs_must_be_there(tmp_path: Path) -> None:

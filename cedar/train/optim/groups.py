@@ -127,7 +127,7 @@ class Optimizers:
         # on the device, so that a captured step reads the values of its time
         self._rate = torch.zeros((), device=device)
         self._number = torch.zeros((), dtype=torch.int32, device=device)
-        self._captures, self._is_warm = False, False
+        self._captures, self._steps = False, 0
         self._graph: Any = None
         self.muon = Muon(
             pieces, momentum=config.momentum, update_rms=config.update_rms, weight_decay=config.weight_decay
@@ -151,7 +151,7 @@ class Optimizers:
         self._number.fill_(self.updates)
         if self._graph is not None:
             self._graph.replay()
-        elif self._captures and self._is_warm:
+        elif self._captures and self._steps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._step()
@@ -159,7 +159,12 @@ class Optimizers:
             graph.replay()
         else:
             self._step()
-            self._is_warm = True
+        self._steps += 1
+
+    @property
+    def is_warm(self) -> bool:
+        """The latest step captured nothing and was not the first."""
+        return self._steps > 2
 
     def capture_steps(self) -> None:
         """From now on every parameter keeps its gradient's memory, on a GPU."""
