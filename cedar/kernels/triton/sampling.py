@@ -28,7 +28,7 @@ def _draw_rows(logits_ptr, temperature_ptr, uniform_ptr, out_ptr, vocab_size, B:
     follow()
     t = tl.program_id(0).to(tl.int64)
     row = logits_ptr + t * vocab_size
-    highest = float("-inf")
+    highest = tl.full([], float("-inf"), tl.float32)
     broken = 0
     for start in range(0, vocab_size, B):
         token = start + tl.arange(0, B)
@@ -38,8 +38,7 @@ def _draw_rows(logits_ptr, temperature_ptr, uniform_ptr, out_ptr, vocab_size, B:
     temperature = tl.load(temperature_ptr + t)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     first = vocab_size
-    total = 0.0
-    total = total.to(tl.float64)
+    total = tl.zeros([], tl.float64)
     for start in range(0, vocab_size, B):
         token = start + tl.arange(0, B)
         logit = tl.load(row + token, mask=token < vocab_size, other=float("-inf"))
@@ -49,8 +48,7 @@ def _draw_rows(logits_ptr, temperature_ptr, uniform_ptr, out_ptr, vocab_size, B:
     target = tl.load(uniform_ptr + t) * total
     below = 0
     last = 0
-    running = 0.0
-    running = running.to(tl.float64)
+    running = tl.zeros([], tl.float64)
     for start in range(0, vocab_size, B):
         token = start + tl.arange(0, B)
         inside = token < vocab_size
