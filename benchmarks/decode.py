@@ -63,7 +63,9 @@ def rows_of(model: Transformer, cache: CacheManager, count: int, context: int, s
             snapshot = state.snapshot()
         else:
             # the first one's bytes, on pages of its own
-            cache.pool.bytes_PB[lease.table.pages] = cache.pool.bytes_PB[rows[0].lease.table.pages]
+            for part in cache.pool.layout.rows.values():
+                for plane_PNX in (cache.pool.field(part.codes), cache.pool.field(part.scales)):
+                    plane_PNX[lease.table.pages] = plane_PNX[rows[0].lease.table.pages]
             state = model.new_state(make_store=cache.make_store(lease, context))
             state.restore(snapshot)
         rows.append(Row(state, lease, 3, Sampler(SamplingParams(temperature=1.0, seed=number))))

@@ -17,6 +17,11 @@ pytest.importorskip("triton", reason="Triton is not installed: its kernels run n
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def release(*values: object) -> object:
+    """A case at the release's shapes: a GPU's alone, the interpreter would take minutes."""
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and torch.cuda.is_available():
@@ -85,7 +90,9 @@ def test_rows_are_stored_byte_for_byte(device: str, dtype: torch.dtype, spec: Fo
     assert torch.equal(got.codes_PNX, want.codes_PNX) and torch.equal(got.scales_PNG, want.scales_PNG)
 
 
-@pytest.mark.parametrize(("spec", "channels"), [(FP8, 64), (FP4_MAIN, 96), (FP4_INDEX, 32)])
+@pytest.mark.parametrize(
+    ("spec", "channels"), [(FP8, 64), (FP4_MAIN, 96), (FP4_INDEX, 32), (FP8, 512), (FP4_MAIN, 512), (FP4_INDEX, 128)]
+)
 def test_normed_rows_are_stored(device: str, dtype: torch.dtype, spec: FormatSpec, channels: int) -> None:
     # rows of a joined product: their stride is another
     x = torch.randn(3, channels + 8, device=device).to(dtype)[:, 8:]
@@ -134,7 +141,7 @@ def test_norm_round(device: str, dtype: torch.dtype, rounded: bool) -> None:
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize(("channels", "wide"), [(32, False), (160, False), (160, True)])
+@pytest.mark.parametrize(("channels", "wide"), [(32, False), (160, False), (160, True), release(5120, False)])
 def test_advance(
     device: str, dtype: torch.dtype, channels: int, wide: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +180,10 @@ def paged(spec: FormatSpec, rows: int, per_page: int, channels: int, sequences: 
     return Paged(stored, page_SP, torch.randint(0, sequences, (rows,), device=device))
 
 
-@pytest.mark.parametrize(("heads", "channels", "window", "k"), [(4, 32, 16, 12), (3, 64, 21, 40), (16, 128, 7, 20)])
+@pytest.mark.parametrize(
+    ("heads", "channels", "window", "k"),
+    [(4, 32, 16, 12), (3, 64, 21, 40), (16, 128, 7, 20), release(64, 512, 128, 512)],
+)
 @pytest.mark.parametrize("shares", [1, 3])
 def test_paged_attention(
     device: str, dtype: torch.dtype, heads: int, channels: int, window: int, k: int, shares: int
@@ -228,12 +238,15 @@ def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize(("columns", "k"), [(1, 4), (40, 16), (700, 16), (300, 300), (2500, 5)])
+@pytest.mark.parametrize(
+    ("columns", "k"), [(1, 4), (40, 16), (700, 16), (300, 300), (2500, 5), release(16384, 512), release(2**20, 512)]
+)
 def test_top_entries(device: str, columns: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from cedar.kernels.triton import topk
 
-    # several tiles, and a round over their winners
-    monkeypatch.setattr(topk, "_TILE", 256)
+    if columns < 10_000:
+        # several tiles, and a round over their winners
+        monkeypatch.setattr(topk, "_TILE", 256)
     score = torch.randn(4, columns, device=device)
     # many ties, both zeros, hidden columns, a row with none
     score[1] = score[1].round()
@@ -388,7 +401,7 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-@pytest.mark.parametrize(("rows", "channels", "outputs"), [(1, 96, 40), (17, 1056, 33)])
+@pytest.mark.parametrize(("rows", "channels", "outputs"), [(1, 96, 40), (17, 1056, 33), release(40, 5120, 1792)])
 def test_packed_linear(
     device: str,
     dtype: torch.dtype,
@@ -406,9 +419,13 @@ def test_packed_linear(
     torch.testing.assert_close(got, want, **bounds)
 
 
-@pytest.mark.parametrize(("rows", "k", "num_experts"), [(1, 3, 5), (40, 2, 6)])
-def test_packed_experts(device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int) -> None:
-    channels, inner = 96, 160
+@pytest.mark.parametrize(
+    ("rows", "k", "num_experts", "channels", "inner"),
+    [(1, 3, 5, 96, 160), (40, 2, 6, 96, 160), release(128, 6, 16, 5120, 2304)],
+)
+def test_packed_experts(
+    device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int, channels: int, inner: int
+) -> None:
     u = quantize.round_rows(torch.randn(rows, channels, device=device), FP8).to(dtype)
     ids = torch.stack([torch.randperm(num_experts, device=device)[:k].sort().values for _ in range(rows)])
     # one expert that most chose fills more than a tile
@@ -416,7 +433,8 @@ def test_packed_experts(device: str, dtype: torch.dtype, rows: int, k: int, num_
     weights = torch.rand(rows, k, device=device)
     shapes = ((inner, channels), (inner, channels), (channels, inner))
     packed = [
-        experts.Packed(*fp4.quantize_fp4_index(torch.randn(num_experts, *s, device=device) * 0.1)) for s in shapes
+        experts.Packed(*fp4.quantize_fp4_index(torch.randn(num_experts, *s, device=device) / s[1] ** 0.5))
+        for s in shapes
     ]
     got, want = both(lambda: experts.packed_experts(u, ids, weights, *packed, limit=2.0, round_inner=True))
     # a last bit before the rounding may move an inner value by one code

@@ -92,7 +92,8 @@ class Rig:
         return logits_TV[: len(ids)]
 
     def wanted(self, ids: list[int]) -> Tensor:
-        return torch.cat(self.model.decode_many(self.plain, [torch.tensor([i]) for i in ids]))
+        rows = [self.model.decode(state, torch.tensor([i])) for state, i in zip(self.plain, ids, strict=True)]
+        return torch.cat(rows)
 
 
 @pytest.fixture(scope="module", params=[nano, tiny], ids=["nano", "tiny"])
