@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
+from cedar.kernels.mhc import Entered, Sublayer
 
 
 @row_op(2)
@@ -109,3 +111,30 @@ def packed_experts(
     check.shape("packed_experts", "w1", w1.codes, None, None, u_TD.shape[-1] // 2)
     run = select("packed_experts", u_TD, w1.codes, ids_TK)
     return run(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
+
+
+class Router(NamedTuple):
+    """What `route` needs beside its rows."""
+
+    weight_ED: Tensor
+    bias_E: Tensor
+    image_bias_E: Tensor
+    k: int
+    scaling: float
+
+
+def advance_routed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+) -> tuple[Entered, Tensor, Tensor]:
+    """`mhc.advance` into the experts, and `route` of what they get: (entered, ids [T, K], weights [T, K])."""
+    check.shape("advance_routed", "router", router.weight_ED, router.bias_E.shape[0], streams_TND.shape[-1])
+    run = select("advance_routed", streams_TND, router.weight_ED)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T)

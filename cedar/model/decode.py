@@ -22,7 +22,7 @@ from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
-from cedar.kernels.experts import Weights, feed, route
+from cedar.kernels.experts import Router, Weights, advance_routed, feed
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
 from cedar.model.attention import Attention
@@ -305,13 +305,16 @@ class SlotDecoder:
                 streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
             entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
             y_TD, shared = self._attend(layer, step, entered, shared)
-            entered = advance(
-                y_TD, entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN, layer.experts,
+            entered, ids_TK, weights_TK = advance_routed(
+                y_TD,
+                entered.streams_TND,
+                entered.post_TN,
+                entered.mixing_TNN,
+                entered.premix_TN,
+                layer.experts,
                 self._spec,
-            )  # fmt: skip
-            gate = block.ffn.gate
-            ids_TK, weights_TK, _ = route(
-                entered.normed_TD, image_T, gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling
+                layer.router,
+                image_T,
             )
             y_TD = feed(
                 entered.rounded_TD,
@@ -392,6 +395,8 @@ class _Layer:
         if block.plan.writes_entries:
             gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
             self.entry = _joined(attention.compressor.wkv, *gates)
+        gate = ffn.gate
+        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
 

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
-from cedar.kernels.experts import Packed, Weights
+from cedar.kernels.experts import Packed, Router, Weights
 from cedar.kernels.mhc import Sublayer
 from cedar.kernels.pages import Paged, Stored
 
@@ -172,6 +172,10 @@ def call_all(size: dict[str, int]) -> None:
         1e-20,
     )
     streams, four = torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4)
+    if hidden <= 1024:
+        router = Router(torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5)
+        mixing = torch.zeros(rows, 4, 4)
+        advance.advance_routed(u, streams, four, mixing, four, sublayer, FP8, router, present)
     advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)

@@ -261,6 +261,24 @@ def test_top_entries(device: str, columns: int, k: int, monkeypatch: pytest.Monk
     assert torch.equal(got, want)
 
 
+def test_advance_routed(device: str, dtype: torch.dtype) -> None:
+    rows, channels = 3, 96
+    streams, y = (torch.randn(rows, *shape, device=device).to(dtype) for shape in ((4, channels), (channels,)))
+    premix, post, mixing = (torch.rand(rows, *shape, device=device) for shape in ((4,), (4,), (4, 4)))
+    fn, gain = torch.randn(24, 4 * channels, device=device) * 0.1, torch.randn(channels, device=device).to(dtype)
+    sublayer = mhc.Sublayer(
+        fn, torch.ones(3, device=device), torch.zeros(24, device=device), gain, 3, 1e-6, 1e-20, 1e-20
+    )
+    weight = torch.randn(7, channels, device=device)
+    router = experts.Router(weight, torch.zeros(7, device=device), torch.randn(7, device=device), 2, 1.5)
+    image = torch.tensor([False, True, False], device=device)
+    got, want = both(lambda: experts.advance_routed(y, streams, post, mixing, premix, sublayer, FP8, router, image))
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[2], want[2], **tolerance(dtype))
+    torch.testing.assert_close(got[0].streams_TND, want[0].streams_TND, **tolerance(dtype))
+    torch.testing.assert_close(got[0].mixing_TNN, want[0].mixing_TNN, **tolerance(dtype))
+
+
 @pytest.mark.parametrize("images", [True, False])
 def test_route(device: str, dtype: torch.dtype, images: bool) -> None:
     u, weight = torch.randn(5, 96, device=device).to(dtype), torch.randn(11, 96, device=device)

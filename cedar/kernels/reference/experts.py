@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.formats.spec import FP4_INDEX, FP8
+from cedar.formats.spec import FP4_INDEX, FP8, FormatSpec
 from cedar.kernels import experts as ops
 from cedar.kernels.dense import linear, swiglu
+from cedar.kernels.mhc import Entered, Sublayer, advance
 from cedar.kernels.quantize import dequantize_rows, round_rows
 
 
@@ -81,3 +82,19 @@ def packed_experts(
 ) -> Tensor:
     weights = (dequantize_rows(codes, scales, FP4_INDEX, u_TD.dtype) for codes, scales in (w1, w3, w2))
     return ops.experts(u_TD, ids_TK, weights_TK, *weights, limit=limit, round_inner=round_inner)
+
+
+def advance_routed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: ops.Router,
+    image_T: Tensor,
+) -> tuple[Entered, Tensor, Tensor]:
+    entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+    ids_TK, weights_TK, _ = ops.route(entered.normed_TD, image_T, *router)
+    return entered, ids_TK, weights_TK

@@ -1,7 +1,8 @@
 """From one sublayer's output to the next one's input with the streams read once.
 
-Narrow streams: a program holds all of a row. Wide ones: programs share a row's channels and leave their part of the
-sums; a second kernel adds the parts in a fixed order, makes the mixes and norms the row.
+Narrow streams: a program holds all of a row, and a second one makes the mixes. Wide ones: programs share a row's
+channels and leave their part of the sums; a second kernel adds the parts in a fixed order, makes the mixes and norms
+the row.
 
 T rows, N streams, D channels of a stream, B of them padded or of one share, S shares.
 """
@@ -16,14 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.experts import Router
 from cedar.kernels.mhc import Entered, Sublayer
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
+from cedar.kernels.triton.route import MAX_EXPERTS, choose_experts, router_products
 
-__all__ = ["FORWARD_ONLY", "advance", "fits", "unavailable"]
+__all__ = ["FORWARD_ONLY", "advance", "advance_routed", "fits", "unavailable"]
 
-FORWARD_ONLY = ("advance",)
+FORWARD_ONLY = ("advance", "advance_routed")
 _NARROW, _WIDE = 1024, 8192
 _MAX_ROWS, _MAX_WIDE_ROWS = 1024, 256
 _SHARE = 64
@@ -35,43 +38,62 @@ def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
     More rows of wide streams would read the coefficients' weight anew for each.
     """
     num_rows, num_streams, channels = streams.shape
+    if op == "advance_routed" and (channels > _NARROW or others[0].shape[0] > MAX_EXPERTS):
+        return False
     whole = num_streams == 4 and channels % 32 == 0 and channels <= _WIDE
     most = _MAX_ROWS if channels <= _NARROW else _MAX_WIDE_ROWS
     return whole and 0 < num_rows <= most and is_half_or_float(streams)
 
 
 @triton.jit
-def _streams(
-    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels,
+def _stream(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, row, channel, channels, dtype: tl.constexpr,
+    J: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a row's new stream J, float32 of what `dtype` holds."""
+    inside = channel < channels
+    if FRESH:
+        y = tl.load(y_ptr + row * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        stream = tl.load(post_ptr + row * 4 + J) * y
+        for i in tl.static_range(4):
+            x = tl.load(x_ptr + (row * 4 + i) * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            stream += tl.load(mixing_ptr + (row * 4 + i) * 4 + J) * x
+        return stream.to(dtype).to(tl.float32)
+    return tl.load(x_ptr + (row * 4 + J) * channels + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _collapse(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, out_ptr, row, channel, channels,
     FRESH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a row: the new streams are written; returns their part of the 24 products, of the collapsed
-    stream and of the squares.
-    """
+    """The new streams are written; returns their sum by the last sublayer's pre-mix."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    collapsed = tl.zeros([B], tl.float32)
+    for j in tl.static_range(4):
+        stream = _stream(y_ptr, x_ptr, post_ptr, mixing_ptr, row, channel, channels, dtype, j, FRESH)
+        if FRESH:
+            tl.store(out_ptr + (row * 4 + j) * channels + channel, stream.to(dtype), mask=channel < channels)
+        collapsed += tl.load(premix_ptr + row * 4 + j) * stream
+    return collapsed
+
+
+@triton.jit
+def _products(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, fn_ptr, row, channel, channels, dtype: tl.constexpr,
+    FRESH: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """The new streams' part of the 24 products that make the mixes, and of their squares."""
     N: tl.constexpr = 4
-    inside = channel < channels
-    dtype = out_ptr.dtype.element_ty
-    # which of the four rows and sixteen cells a sum belongs to
     four, sixteen = tl.arange(0, N), tl.arange(0, N * N)
+    inside = channel < channels
     pre = tl.zeros([N], tl.float32)
     post = tl.zeros([N], tl.float32)
     comb = tl.zeros([N * N], tl.float32)
-    collapsed = tl.zeros([B], tl.float32)
     square = tl.zeros([B], tl.float32)
     width = N * channels
     for j in tl.static_range(N):
-        if FRESH:
-            y = tl.load(y_ptr + row * channels + channel, mask=inside, other=0.0).to(tl.float32)
-            stream = tl.load(post_ptr + row * N + j) * y
-            for i in tl.static_range(N):
-                x = tl.load(x_ptr + (row * N + i) * channels + channel, mask=inside, other=0.0).to(tl.float32)
-                stream += tl.load(mixing_ptr + (row * N + i) * N + j) * x
-            rounded = stream.to(dtype)
-            tl.store(out_ptr + (row * N + j) * channels + channel, rounded, mask=inside)
-            stream = rounded.to(tl.float32)
-        else:
-            stream = tl.load(x_ptr + (row * N + j) * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        collapsed += tl.load(premix_ptr + row * N + j) * stream
+        stream = _stream(y_ptr, x_ptr, post_ptr, mixing_ptr, row, channel, channels, dtype, j, FRESH)
         square += stream * stream
         column = j * channels + channel
         f = tl.load(fn_ptr + four[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
@@ -80,7 +102,7 @@ def _streams(
         post += tl.sum(f * stream[None, :], axis=1)
         f = tl.load(fn_ptr + (2 * N + sixteen)[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
         comb += tl.sum(f * stream[None, :], axis=1)
-    return pre, post, comb, collapsed, square
+    return pre, post, comb, tl.sum(square, axis=0)
 
 
 @triton.jit
@@ -164,27 +186,39 @@ def _enter(
         grouped = tl.reshape(normed.to(tl.float32), (B // 32, 32))
         quantized = tl.reshape(round_groups(grouped, 0), (B,))
         tl.store(rounded_ptr + row * channels + channel, quantized.to(dtype), mask=inside)
+    return normed
 
 
 @triton.jit
 def _advance(
     y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr,
     out_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
-    channels, eps, rms_eps, norm_eps,
-    FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
+    image_ptr, router_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr,
+    channels, eps, rms_eps, norm_eps, num_experts, k, scaling,
+    FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     follow()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, B)
-    dtype = out_ptr.dtype.element_ty
-    width = 4 * channels
-    sums = _streams(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels, FRESH, B)
-    pre, post, comb, collapsed, square = sums
-    _mixes(
-        pre, post, comb, tl.sum(square, axis=0) / width, row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
-        next_mixing_ptr, eps, rms_eps, ITERATIONS,
-    )  # fmt: skip
-    _enter(collapsed.to(dtype), row, gain_ptr, normed_ptr, rounded_ptr, channels, norm_eps, ROUNDED, B)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # the input is wanted at once, the mixes only after the sublayer: two programs, as long as each other
+    if tl.program_id(1) == 0:
+        collapsed = _collapse(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, out_ptr, row, channel, channels, FRESH, B)
+        normed = _enter(collapsed.to(dtype), row, gain_ptr, normed_ptr, rounded_ptr, channels, norm_eps, ROUNDED, B)
+        if E:
+            total = router_products(normed.to(tl.float32), router_ptr, channel, channels, num_experts, E)
+            choose_experts(
+                total, row, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k,
+                scaling, True, E,
+            )  # fmt: skip
+    else:
+        pre, post, comb, square = _products(
+            y_ptr, x_ptr, post_ptr, mixing_ptr, fn_ptr, row, channel, channels, dtype, FRESH, B
+        )
+        _mixes(
+            pre, post, comb, square / (4 * channels), row, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
+            next_mixing_ptr, eps, rms_eps, ITERATIONS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -195,17 +229,18 @@ def _share_streams(
     follow()
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = share * B + tl.arange(0, B)
-    sums = _streams(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, row, channel, channels, FRESH, B)
-    pre, post, comb, collapsed, square = sums
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    collapsed = _collapse(y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, out_ptr, row, channel, channels, FRESH, B)
+    pre, post, comb, square = _products(
+        y_ptr, x_ptr, post_ptr, mixing_ptr, fn_ptr, row, channel, channels, dtype, FRESH, B
+    )
     place = partial_ptr + (row * shares + share) * 32
     four, sixteen = tl.arange(0, 4), tl.arange(0, 16)
     tl.store(place + four, pre)
     tl.store(place + 4 + four, post)
     tl.store(place + 8 + sixteen, comb)
-    tl.store(place + 24, tl.sum(square, axis=0))
-    tl.store(
-        collapsed_ptr + row * channels + channel, collapsed.to(collapsed_ptr.dtype.element_ty), mask=channel < channels
-    )
+    tl.store(place + 24, square)
+    tl.store(collapsed_ptr + row * channels + channel, collapsed.to(dtype), mask=channel < channels)
 
 
 @triton.jit
@@ -241,6 +276,38 @@ def advance(
     sublayer: Sublayer,
     spec: FormatSpec | None,
 ) -> Entered:
+    return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, None, None)[0]
+
+
+def advance_routed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+) -> tuple[Entered, Tensor, Tensor]:
+    entered, ids_TK, weights_TK = _run(
+        y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T
+    )
+    assert ids_TK is not None and weights_TK is not None
+    return entered, ids_TK, weights_TK
+
+
+def _run(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router | None,
+    image_T: Tensor | None,
+) -> tuple[Entered, Tensor | None, Tensor | None]:
     assert spec is None or spec == FP8
     num_rows, num_streams, channels = streams_TND.shape
     streams_TND, premix_TN = streams_TND.contiguous(), premix_TN.contiguous()
@@ -270,13 +337,22 @@ def advance(
             S=next_power_of_2(shares), num_warps=8,
         launch_pdl=AHEAD,
     )  # fmt: skip
-        return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing)
-    _advance[(num_rows,)](
+        return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing), None, None
+    ids_TK = weights_TK = None
+    routing: list[Any] = [premix_TN] * 7
+    num_experts = k = 0
+    scaling = 0.0
+    if router is not None:
+        num_experts, k, scaling = router.weight_ED.shape[0], router.k, router.scaling
+        ids_TK = torch.empty(num_rows, k, device=streams_TND.device, dtype=torch.int64)
+        weights_TK, score_TE = torch.empty(num_rows, k, **new), torch.empty(num_rows, num_experts, **new)
+        routing = [image_T, router.weight_ED, router.bias_E, router.image_bias_E, ids_TK, weights_TK, score_TE]
+    _advance[(num_rows, 2)](
         y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
-        sublayer.gain_D, out_TND, normed_TD, rounded_TD, premix, post, mixing,
-        channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
+        sublayer.gain_D, out_TND, normed_TD, rounded_TD, premix, post, mixing, *routing,
+        channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
-        num_warps=8,
+        E=0 if router is None else max(2, next_power_of_2(num_experts)), num_warps=8,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing)
+    return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing), ids_TK, weights_TK
