@@ -12,7 +12,7 @@ BUILT  := $(VENV)/.built
 SECONDS_TIER := tests/config tests/formats tests/kernels tests/planner tests/cli/test_main.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors numbers bench size ci
+.PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors page numbers bench size ci
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ test-gpu: setup  ## what needs a CUDA device
 
 vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py --write records)
 	@$(BIN)/python scripts/vectors.py
+
+page:  ## the chat page, from web/ into cedar/server/static/ (needs Node.js, and the network once)
+	@cd web && npm install --no-package-lock --no-audit --no-fund --silent && npm run --silent build
 
 numbers: setup  ## docs/numbers.md and the README's table, from the planner
 	@$(BIN)/python scripts/make_numbers.py

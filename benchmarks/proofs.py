@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,7 +59,7 @@ WINDOW = 8
 SERVING = Rounding(weights=True)
 # nano with a window and a top-k so short that little of a text of 256 tokens is in reach
 MODEL = (f"attention.sliding_window={WINDOW}", "indexer.topk=8")
-MIXTURE = {"ngram": 0.3, "pairs": 0.2, "mqar": 0.2, "restate": 0.15, "lookup": 0.1, "copy": 0.05}
+MIXTURE = {"ngram": 0.12, "pairs": 0.3, "mqar": 0.3, "restate": 0.1, "lookup": 0.13, "copy": 0.05}
 _HELD_OUT = 0xE7A1
 _CUT = 112
 
@@ -115,9 +114,11 @@ class Oracle(PackState):
         return SharedKV(chosen_TE.view(*self.segment_start_BS.shape, -1), shared.pool)
 
 
-def _two_pass_enter(self: Block, streams_TND: Tensor, premix_TN: Tensor) -> tuple[Mixes, Tensor]:
+def _two_pass_enter(
+    self: Block, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding | None = None
+) -> tuple[Mixes, Tensor]:
     mixes = self.hc_attn(streams_TND)
-    return mixes, self.attn_norm(collapse(streams_TND, mixes.premix_TN))
+    return mixes, self.attn_norm(collapse(streams_TND, mixes.premix_TN), rounding)
 
 
 def _two_pass_feed(
@@ -125,7 +126,7 @@ def _two_pass_feed(
 ) -> tuple[Tensor, Tensor, RouterStats]:
     """As `Block.feed`, but the sublayer's own pre-mix opens it: the streams are read twice."""
     mixes = self.hc_ffn(streams_TND)
-    u_TD = self.ffn_norm(collapse(streams_TND, mixes.premix_TN))
+    u_TD = self.ffn_norm(collapse(streams_TND, mixes.premix_TN), state.rounding)
     y_TD, stats = self.ffn(u_TD, image_T, state.rounding)
     return expand(y_TD, streams_TND, mixes.post_TN, mixes.mixing_TNN), mixes.premix_TN, stats
 
@@ -217,8 +218,8 @@ def recipe(arm: Arm, seed: int, steps: int) -> TrainConfig:
     """Stages A (half of the batches dense), B (longer samples) and C (as it serves)."""
     common = {"mixture": MIXTURE}
     stages = [
-        {"name": "A", "share": 0.5, "lengths": [64, 128], "dense_share": 0.5, **common},
-        {"name": "B", "share": 0.2, "lengths": [128, 256], "dense_share": 0.25, **common},
+        {"name": "A", "share": 0.4, "lengths": [32, 64], "dense_share": 0.5, **common},
+        {"name": "B", "share": 0.3, "lengths": [64, 128, 256], "dense_share": 0.4, **common},
         {
             "name": "C",
             "share": 0.3,
@@ -400,7 +401,6 @@ def train(name: str, *, seed: int, steps: int, minutes: float, out: Path, device
         "tokens": trainer.tokens_seen,
         "train_seconds": round(trained_s, 1),
         "device": torch.cuda.get_device_name() if device == "cuda" else "a CPU",
-        "commit": _commit(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": state_bytes,
         "recipe": asdict(config),
@@ -418,14 +418,6 @@ def train(name: str, *, seed: int, steps: int, minutes: float, out: Path, device
 
 
 _LOGGED = ("step", "loss", "index_loss", "index_recall", "load", "grad_norm", "dense", "skipped")
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> None:

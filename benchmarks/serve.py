@@ -1,59 +1,96 @@
-"""Agent traces against the engine: what each cache tier saves. Run `python -m benchmarks.serve`.
+"""Agent traces against the engine: what each tier of the cache saves. Run `python -m benchmarks.serve`.
 
-A trace is generated: sessions that share a system prompt, many turns, short additions, and a branch that goes back
-some turns; one session runs after another. Each setting plays the same trace on a fresh engine. With `restart`
-the engine is closed and opened again in the middle.
+A trace is generated: sessions that share a system prompt and run beside each other; many turns, short additions, a pause
+after each for a tool; now and then a step back, or a side question from an earlier turn. Each setting plays the same
+trace on a fresh engine: all tiers, each of them off, replay exact instead of bounded. With `restart` the engine is closed
+after half of the turns and opened again, and the row is that of the second half alone.
+
+Writes `benchmarks/results/serve.csv` and, with `--plot FILE`, a plot.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import random
 import statistics
 import tempfile
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from cedar.cache.manager import CacheManager
+from cedar.cache.shared import SharedStore
 from cedar.cache.store import PageStore
 from cedar.config.presets import preset
 from cedar.engine.engine import Engine
 from cedar.engine.load import load_model, open_model
-from cedar.engine.request import Finished, Request, SamplingParams, Token
+from cedar.engine.request import Finished, Replay, Request, SamplingParams, Token
 from cedar.model.init import initialise
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
 
+RESULTS = Path(__file__).parent / "results" / "serve.csv"
+ANSWER_TOKENS = 16
+TIERS = ("memory", "host", "disk", "shared")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is on."""
+    """What is on.
+
+    Attributes:
+        restart: Close and open the engine after half of the turns.
+        lost_disk: The restart is on another machine: what it finds is in the shared tier alone.
+    """
 
     name: str
     cache: bool = True
     snapshots: bool = True
     disk: bool = True
-    replay: str = "bounded"
+    shared: bool = True
+    replay: Replay = "bounded"
     restart: bool = False
+    lost_disk: bool = False
     pages: int = 512
 
 
 SETTINGS = (
     Setting(name="no cache", cache=False),
-    Setting(name="memory", disk=False, snapshots=False),
-    Setting(name="memory, snapshots", disk=False),
-    Setting(name="memory, snapshots, disk"),
-    Setting(name="small memory, no disk", disk=False, pages=48),
-    Setting(name="small memory, disk", pages=48),
+    Setting(name="all tiers"),
+    Setting(name="no shared tier", shared=False),
+    Setting(name="no disk", disk=False, shared=False),
+    Setting(name="no snapshots", snapshots=False),
     Setting(name="no snapshots, replay exact", snapshots=False, replay="exact"),
-    Setting(name="restart, disk", restart=True),
-    Setting(name="restart, disk, no snapshots", restart=True, snapshots=False),
-    Setting(name="restart, no disk", restart=True, disk=False),
+    Setting(name="small memory, disk", pages=32, shared=False),
+    Setting(name="small memory, no disk", pages=32, disk=False, shared=False),
+    Setting(name="after a restart: no cache", cache=False, restart=True),
+    Setting(name="after a restart: disk", restart=True, shared=False),
+    Setting(name="after a restart: disk, no snapshots", restart=True, snapshots=False, shared=False),
+    Setting(name="after a restart: the same, exact", restart=True, snapshots=False, shared=False, replay="exact"),
+    Setting(name="after a restart: another machine", restart=True, lost_disk=True),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a client sends: its history less some turns, and these tokens.
+
+    Attributes:
+        back: Earlier turns to drop first.
+        stays: False for a side question: the conversation goes on as if it had not been.
+        pause_s: How long its tool takes.
+    """
+
+    tokens: tuple[int, ...]
+    back: int = 0
+    stays: bool = True
+    pause_s: float = 0.0
 
 
 @dataclass
@@ -62,79 +99,113 @@ class Row:
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    run_tokens: int = 0
     answered: int = 0
     seconds: float = 0.0
-    resumes: dict[str, int] = field(default_factory=dict)
-    disk_tokens: int = 0
+    run_tokens: int = 0
+    replayed_tokens: int = 0
+    cached: Counter[str] = field(default_factory=Counter)
+    resumes: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def figures(self) -> dict[str, float | str]:
+        """The numbers of the table."""
+        first = sorted(self.first_token_s)
+        hits = {tier: self.cached[tier] / max(self.prompt_tokens, 1) for tier in TIERS}
+        return {
+            "first_token_ms_median": 1000 * statistics.median(first),
+            "first_token_ms_p95": 1000 * first[int(0.95 * len(first))],
+            "tokens_per_s": self.answered / self.seconds,
+            "hit_rate": sum(hits.values()),
+            **{f"hit_{tier}": rate for tier, rate in hits.items()},
+            "prompt_tokens": self.prompt_tokens,
+            "rows_run": self.run_tokens,
+            "rows_replayed": self.replayed_tokens,
+            "resumes": " ".join(f"{grade}:{count}" for grade, count in sorted(self.resumes.items())),
+        }
 
 
-def trace(sessions: int, turns: int, system_tokens: int, vocab: int, seed: int) -> list[list[tuple[int, list[int]]]]:
-    """Per turn, for each session: (how many earlier turns to drop first, the tokens that the client adds)."""
+def trace(sessions: int, turns: int, system_tokens: int, vocab: int, seed: int) -> list[list[Turn]]:
+    """The turns of each session."""
     draw = random.Random(seed)
-    system = [draw.randrange(vocab) for _ in range(system_tokens)]
-    rounds = []
-    for turn in range(turns):
-        additions = []
-        for _ in range(sessions):
-            tokens = [draw.randrange(vocab) for _ in range(draw.randrange(20, 120))]
-            back = 2 if turn > 3 and draw.random() < 0.1 else 0
-            additions.append((back, system + tokens if turn == 0 else tokens))
-        rounds.append(additions)
-    return rounds
+    system = tuple(draw.randrange(vocab) for _ in range(system_tokens))
+    plans = []
+    for _ in range(sessions):
+        plan = []
+        for turn in range(turns):
+            tokens = tuple(draw.randrange(vocab) for _ in range(draw.randrange(20, 120)))
+            kind = draw.random() if turn > 2 else 1.0
+            plan.append(
+                Turn(
+                    tokens=system + tokens if turn == 0 else tokens,
+                    back=2 if kind < 0.3 else 0,
+                    stays=not 0.15 < kind < 0.3,
+                    pause_s=draw.expovariate(1 / 0.2),
+                )
+            )
+        plans.append(plan)
+    return plans
 
 
-def play(model: Transformer, setting: Setting, rounds: list[list[tuple[int, list[int]]]]) -> Row:
-    row = Row()
-    with tempfile.TemporaryDirectory() as directory:
-        engine = open_engine(model, setting, Path(directory))
-        histories: list[list[list[int]]] = [[] for _ in rounds[0]]
-        began = time.monotonic()
-        for turn, additions in enumerate(rounds):
-            if setting.restart and turn == len(rounds) // 2:
-                note(row, engine)
-                engine.close()
-                engine = open_engine(model, setting, Path(directory))
-            for history, (back, tokens) in zip(histories, additions, strict=True):
-                if back:
-                    del history[-2 * back :]
-                history.append(tokens)
-                prompt = tuple(token for part in history for token in part)
-                asked = time.monotonic()
-                sampling = SamplingParams(temperature=0, max_tokens=16)
-                said = []
-                for event in engine.submit(Request(prompt_ids=prompt, sampling=sampling, replay=setting.replay)):  # type: ignore[arg-type]
-                    if isinstance(event, Token):
-                        if not said:
-                            row.first_token_s.append(time.monotonic() - asked)
-                        said.append(event.id)
-                    if isinstance(event, Finished):
-                        row.cached_tokens += event.cached_tokens
-                        row.answered += event.completion_tokens
-                row.prompt_tokens += len(prompt)
-                history.append(said)
-        row.seconds = time.monotonic() - began
-        note(row, engine)
-        engine.close()
+def play(model: Transformer, setting: Setting, plans: list[list[Turn]]) -> Row:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        histories: list[list[tuple[int, ...]]] = [[] for _ in plans]
+        half = len(plans[0]) // 2
+        spans = [slice(0, half), slice(half, None)] if setting.restart else [slice(0, None)]
+        for number, span in enumerate(spans):
+            engine = open_engine(model, setting, directory / ("other" if setting.lost_disk and number else "disk"))
+            row = Row()
+            began = time.monotonic()
+            threads = [
+                threading.Thread(target=converse, args=(engine, setting, plan[span], history, row))
+                for plan, history in zip(plans, histories, strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            row.seconds = time.monotonic() - began
+            row.run_tokens = engine.metrics.prompt_tokens
+            row.replayed_tokens = 0 if engine.cache is None else engine.cache.metrics.replayed_tokens
+            engine.close()
     return row
 
 
-def note(row: Row, engine: Engine) -> None:
-    """Add an engine's own counters."""
-    row.run_tokens += engine.metrics.prompt_tokens
-    row.disk_tokens += engine.metrics.cached_tokens.get("disk", 0)
-    for grade, count in engine.metrics.resumes.items():
-        row.resumes[grade] = row.resumes.get(grade, 0) + count
+def converse(engine: Engine, setting: Setting, plan: list[Turn], history: list[tuple[int, ...]], row: Row) -> None:
+    """One session: asks, listens, waits for its tool."""
+    for turn in plan:
+        kept = history[: len(history) - 2 * turn.back]
+        prompt = tuple(token for part in (*kept, turn.tokens) for token in part)
+        sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+        asked, said, first = time.monotonic(), [], 0.0
+        for event in engine.submit(Request(prompt_ids=prompt, sampling=sampling, replay=setting.replay)):
+            if isinstance(event, Token):
+                first = first or time.monotonic() - asked
+                said.append(event.id)
+            if isinstance(event, Finished):
+                assert event.reason == "length", event
+                with row.lock:
+                    row.first_token_s.append(first)
+                    row.prompt_tokens += len(prompt)
+                    row.answered += event.completion_tokens
+                    row.cached[event.cache_tier] += event.cached_tokens
+                    row.resumes[event.resume] += 1
+        if turn.stays:
+            history[:] = [*kept, turn.tokens, tuple(said)]
+        time.sleep(turn.pause_s)
 
 
 def open_engine(model: Transformer, setting: Setting, directory: Path) -> Engine:
     if not setting.cache:
         return Engine(model)
     size = page_bytes(model.config)
-    store = None
+    store = shared = None
     if setting.disk:
         store = PageStore(directory, fingerprint=b"benchmark", payload_bytes=size, budget_bytes=2**30)
+    if setting.shared:
+        folder = directory.parent / "shared"
+        folder.mkdir(exist_ok=True)
+        shared = SharedStore(folder.as_uri(), fingerprint=b"benchmark", payload_bytes=size)
     cache = CacheManager(
         model.config,
         num_pages=setting.pages,
@@ -142,7 +213,9 @@ def open_engine(model: Transformer, setting: Setting, directory: Path) -> Engine
         device=model.device,
         snapshot_bytes=2**26 if setting.snapshots else 0,
         fingerprint=b"benchmark",
+        host_bytes=2**26 if setting.shared else 0,
         store=store,
+        shared=shared,
         read_snapshot=Snapshot.from_bytes,
     )
     return Engine(model, cache=cache)
@@ -170,11 +243,37 @@ def time_restart(model: Transformer, num_tokens: int) -> None:
         return took
 
     with tempfile.TemporaryDirectory() as name:
-        disk = Setting(name="disk, snapshots", pages=pages)
-        plain = Setting(name="disk, no snapshots", pages=pages, snapshots=False)
+        disk = Setting(name="disk, snapshots", pages=pages, shared=False)
+        plain = Setting(name="disk, no snapshots", pages=pages, snapshots=False, shared=False)
         cold = first_token(disk, Path(name), prompt)
         for setting in (plain, disk):
             print(f"  cold / resumed: {cold / first_token(setting, Path(name), prompt + turn):.0f}")
+
+
+def plot(rows: dict[str, Row], file: Path) -> None:
+    """Time to first token and share of the prompts by tier, a bar a setting."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    times, hits = figure.subplots(1, 2, sharey=True)
+    names = list(rows)[::-1]
+    figures = [rows[name].figures() for name in names]
+    times.barh(names, [float(one["first_token_ms_median"]) for one in figures], color="#4477aa")
+    times.plot([float(one["first_token_ms_p95"]) for one in figures], names, "|", color="black", label="95 in 100")
+    times.set_xlabel("first token, median ms")
+    times.set_xscale("log")
+    times.legend()
+    left = [0.0] * len(names)
+    for tier, color in zip(TIERS, ("#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True):
+        widths = [100 * float(one[f"hit_{tier}"]) for one in figures]
+        hits.barh(names, widths, left=left, color=color, label=tier)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    hits.set_xlabel("prompt tokens found, %")
+    hits.legend()
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
@@ -183,6 +282,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--system", type=int, default=1500, metavar="TOKENS")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw it too.")
     parser.add_argument("--restart", type=int, metavar="TOKENS", help="Only time a restart at so many tokens.")
     options = parser.parse_args()
     if Path(options.model).exists():
@@ -195,19 +295,29 @@ def main() -> None:
     if options.restart:
         time_restart(model, options.restart)
         return
-    rounds = trace(options.sessions, options.turns, options.system, model.config.vocab_size - 16, 1)
-    print("| setting | first token, median ms | p95 ms | tokens/s | cached | of it disk | rows run | resumes |")
-    print("|---|--:|--:|--:|--:|--:|--:|---|")
+    plans = trace(options.sessions, options.turns, options.system, model.config.vocab_size - 16, 1)
+    print(
+        "| setting | first token, median ms | p95 ms | tokens/s | found | by tier | rows run | of it replayed | resumes |"
+    )
+    print("|---|--:|--:|--:|--:|---|--:|--:|---|")
+    rows: dict[str, Row] = {}
     for setting in SETTINGS:
-        row = play(model, setting, rounds)
-        first = sorted(row.first_token_s)
-        grades = " ".join(f"{grade}:{count}" for grade, count in sorted(row.resumes.items()))
+        rows[setting.name] = play(model, setting, plans)
+        one = rows[setting.name].figures()
+        tiers = ", ".join(f"{tier} {one[f'hit_{tier}']:.0%}" for tier in TIERS if one[f"hit_{tier}"])
         print(
-            f"| {setting.name} | {1000 * statistics.median(first):.0f} | {1000 * first[int(0.95 * len(first))]:.0f} "
-            f"| {row.answered / row.seconds:.1f} | {row.cached_tokens / row.prompt_tokens:.0%} "
-            f"| {row.disk_tokens / max(row.cached_tokens, 1):.0%} | {row.run_tokens} | {grades} |",
+            f"| {setting.name} | {one['first_token_ms_median']:.0f} | {one['first_token_ms_p95']:.0f} "
+            f"| {one['tokens_per_s']:.1f} | {one['hit_rate']:.0%} | {tiers} | {one['rows_run']} "
+            f"| {one['rows_replayed']} | {one['resumes']} |",
             flush=True,
         )
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        table = [{"setting": name, "model": options.model, **row.figures()} for name, row in rows.items()]
+        writer = csv.DictWriter(file, fieldnames=list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    if options.plot is not None:
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -114,16 +114,25 @@ class LLM:
         conversation = Conversation(
             messages=parse_messages(raw), tools=parse_tools(tools), thinking=on, effort=number or DEFAULT_EFFORT
         )
-        ids = tuple(encode(conversation, self.files.tokenizer))
+        turns = None if self.engine.cache is None else self.engine.cache.turns
+        ids = tuple(encode(conversation, self.files.tokenizer, None if turns is None else turns.reader(b"")))
         params = self._params(len(ids), chat=True, thinking=on, effort=conversation.effort, **sampling)
         reader = AnswerReader(self.files.tokenizer, ChatParser(thinking=on, stop=stop))
         handle = self.engine.submit(Request(prompt_ids=ids, sampling=params))
+        answer, said = Answer(), []
         try:
             for token in self._tokens(handle):
-                yield from reader.push(token.id)
+                said.append(token.id)
+                deltas = reader.push(token.id)
+                answer.add(deltas)
+                yield from deltas
                 if reader.parser.stopped:
                     return
-            yield from reader.finish()
+            deltas = reader.finish()
+            answer.add(deltas)
+            yield from deltas
+            if turns is not None:
+                turns.record(ids, said, answer, b"")
         finally:
             handle.cancel()
 

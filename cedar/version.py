@@ -16,11 +16,16 @@ def version() -> str:
     The commit is that of the files which run, wherever the package was installed from.
     """
     number = importlib.metadata.version("cedar-lm")
+    return f"{number} ({commit()})" if commit() else number
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """`1ccafed`, `1ccafed-dirty`, or nothing outside a checkout."""
     checkout = Path(__file__).resolve().parents[1]
     git = shutil.which("git")
     if git is None or not (checkout / ".git").exists():
-        return number
+        return ""
     command = [git, "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    commit = answer.stdout.strip()
-    return f"{number} ({commit})" if answer.returncode == 0 and commit else number
+    return answer.stdout.strip() if answer.returncode == 0 else ""

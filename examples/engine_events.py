@@ -10,7 +10,7 @@ from cedar.engine.load import open_model, start_engine
 from cedar.engine.request import Finished, Progress, Request, SamplingParams, Token
 
 files = open_model(*sys.argv[1:])
-engine = start_engine(files, ServeConfig(prefill_chunk=64))
+engine = start_engine(files, ServeConfig(max_step_tokens=64))
 bos = files.tokenizer.special["<｜begin▁of▁sentence｜>"]
 prompt = (bos, *files.tokenizer.encode("The fox went to the river and came back. " * 20))
 

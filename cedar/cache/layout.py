@@ -37,6 +37,11 @@ class Rows:
 class PageLayout:
     """Fields of a page of 128 tokens, of all KV sources together.
 
+    Attributes:
+        rows: Entries and index keys by (what, KV source).
+        ratios: Tokens of an entry, by KV source.
+        sections: Bytes of all that one KV source has in a page, by source, in the order they lie there.
+
     Source: serving.md 3.
 
     >>> from cedar.config.presets import flash
@@ -47,12 +52,13 @@ class PageLayout:
     def __init__(self, config: ModelConfig) -> None:
         self.rows: dict[tuple[str, int], Rows] = {}
         self.ratios: dict[int, int] = {}
+        self.sections: dict[int, int] = {}
         offset = 0
         for plan in layer_plans(config):
             if not plan.writes_entries:
                 continue
             self.ratios[plan.layer] = plan.ratio
-            num_rows = PAGE_TOKENS // plan.ratio
+            num_rows, start = PAGE_TOKENS // plan.ratio, offset
             for what, channels, spec in (
                 ("entries", config.attention.head_dim, FP4_MAIN),
                 ("keys", config.indexer.head_dim, FP4_INDEX),
@@ -62,4 +68,14 @@ class PageLayout:
                 scales = Field(offset=offset, num_rows=num_rows, row_bytes=channels // spec.group)
                 offset += num_rows * scales.row_bytes
                 self.rows[what, plan.layer] = Rows(codes=codes, scales=scales, channels=channels, spec=spec)
+            self.sections[plan.layer] = offset - start
         self.page_bytes = offset
+
+    def fields(self, source: int | None = None) -> list[Field]:
+        """The fields of one KV source, or of all, as they follow each other."""
+        return [
+            field
+            for (_, owner), rows in self.rows.items()
+            if source in (None, owner)
+            for field in (rows.codes, rows.scales)
+        ]

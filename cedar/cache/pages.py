@@ -14,7 +14,10 @@ from cedar.errors import CapacityError
 
 
 class PagePool:
-    """A fixed number of pages.
+    """A fixed number of pages: for each field of each KV source a plane with one part for each page.
+
+    A layer reads planes, with the strides that kernels want; disk and other machines get a page as one record,
+    plane after plane.
 
     Args:
         num_pages: On a CPU a page costs memory once it was used.
@@ -24,7 +27,11 @@ class PagePool:
         if num_pages < 1:
             raise CapacityError(f"a pool of {num_pages} pages holds nothing, expected at least 1")
         self.layout, self.num_pages, self.device = layout, num_pages, torch.device(device)
-        self.bytes_PB = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
+        # by the field's place in the record
+        self._planes = {
+            field.offset: torch.zeros(num_pages, field.num_rows, field.row_bytes, dtype=torch.uint8, device=self.device)
+            for field in layout.fields()
+        }
         self._refs = [0] * num_pages
         # the page given back last is taken first: its memory is there already
         self._free = list(range(num_pages - 1, -1, -1))
@@ -47,7 +54,8 @@ class PagePool:
         page = self._free.pop()
         self._refs[page] = 1
         # what another conversation left here must not reach a disk record
-        self.bytes_PB[page].zero_()
+        for plane_PNX in self._planes.values():
+            plane_PNX[page].zero_()
         return page
 
     def share(self, page: int) -> int:
@@ -70,21 +78,54 @@ class PagePool:
             CapacityError: As `take`.
         """
         new = self.take()
-        self.bytes_PB[new] = self.bytes_PB[page]
+        for plane_PNX in self._planes.values():
+            plane_PNX[new] = plane_PNX[page]
         return new
 
     def field(self, field: Field) -> Tensor:
-        """[P, N, X]: one field of every page, a view."""
-        stop = field.offset + field.num_rows * field.row_bytes
-        return self.bytes_PB[:, field.offset : stop].unflatten(1, (field.num_rows, field.row_bytes))
+        """[P, N, X]: one field of every page."""
+        return self._planes[field.offset]
 
     def read(self, page: int) -> bytes:
-        return self.bytes_PB[page].cpu().numpy().tobytes()
+        """The page as one record."""
+        return torch.cat([plane_PNX[page].flatten() for plane_PNX in self._planes.values()]).cpu().numpy().tobytes()
 
     def write(self, page: int, payload: bytes) -> None:
         """Fill a page with what `read` gave; nobody else may hold it."""
         assert self._refs[page] == 1, f"page {page} has {self._refs[page]} holders"
-        self.bytes_PB[page] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        start = 0
+        for source, size in self.layout.sections.items():
+            self.write_section(page, source, payload[start : start + size])
+            start += size
+
+    def write_section(self, page: int, source: int, section: bytes) -> None:
+        """Fill one KV source's part of a page. Any thread may, on a page that only it touches."""
+        section_X = torch.frombuffer(bytearray(section), dtype=torch.uint8)
+        start = 0
+        for field in self.layout.fields(source):
+            stop = start + field.num_rows * field.row_bytes
+            rows_NX = section_X[start:stop].unflatten(0, (field.num_rows, field.row_bytes))
+            # straight into its place: a copy on the device would need memory there
+            self._planes[field.offset][page].copy_(rows_NX)
+            start = stop
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What this thread has asked of the pages so far, for `follow`; None where nothing runs behind its back."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def follow(self, mark: torch.cuda.Event | None) -> None:
+        """Writes of this thread come after what another thread has marked."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Wait until this thread's writes have happened, so that any thread may read them."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def check(self) -> None:
         """Every page is either free or held."""
@@ -131,6 +172,14 @@ class PageTable:
                 self.pool.release(page)
         while len(self.pages) * PAGE_TOKENS < num_tokens:
             self.pages.append(self.pool.take())
+
+    def truncate(self, num_tokens: int) -> None:
+        """Give back the pages behind the first `num_tokens` tokens."""
+        keep = -(-num_tokens // PAGE_TOKENS)
+        for page in self.pages[keep:]:
+            self.pool.release(page)
+        del self.pages[keep:]
+        self._page_P = None
 
     def page_P(self) -> Tensor:
         """The pages' numbers on the pool's device."""

@@ -26,6 +26,7 @@ class Node:
         lineage: Bounded replays upstream of its bytes; 0 means the same bytes as a cold prefill.
         hits: Lookups that took it, halved every `HALF_LIFE_S`, as of `used_s`.
         on_disk: A copy is in the disk tier, or on its way there.
+        gone: It has left the tree; nothing may be put below it.
     """
 
     key: bytes
@@ -37,6 +38,7 @@ class Node:
     used_s: float = 0.0
     on_disk: bool = False
     pinned: bool = False
+    gone: bool = False
     children: dict[int, list[Node]] = field(default_factory=dict)
 
     @property
@@ -129,6 +131,7 @@ class PrefixTree:
         if not siblings:
             del node.parent.children[node.tokens[0]]
         self.pool.release(node.page)
+        node.gone = True
         self.num_nodes -= 1
 
     def evict(
@@ -161,13 +164,18 @@ class PrefixTree:
             self.pool.references(node.page) == 1 and not node.pinned and node not in protected for node in self.nodes()
         )
 
+    def num_pinned(self) -> int:
+        """Pages that neither `evict` nor `clear` takes."""
+        return sum(node.pinned for node in self.nodes())
+
     def clear(self, salt: bytes | None = None) -> int:
-        """Forget every page of a tenant, or of all; how many."""
+        """Forget every page of a tenant, or of all, but those that are pinned; how many."""
         forgotten = 0
         for root in [self.root(salt)] if salt is not None else list(self._roots.values()):
             for node in reversed(list(self._below(root))):
-                self.remove(node)
-                forgotten += 1
+                if not node.pinned and not node.children:
+                    self.remove(node)
+                    forgotten += 1
         return forgotten
 
     def nodes(self) -> Iterator[Node]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from cedar.cache.keys import packed
 
 
 class SnapshotLike(Protocol):
@@ -31,7 +32,7 @@ def snapshot_keys(root: bytes, tokens: Sequence[int], lengths: Iterable[int]) ->
     for length in sorted(lengths):
         if length > len(tokens):
             break
-        running.update(struct.pack(f"<{length - position}I", *tokens[position:length]))
+        running.update(packed(tokens[position:length]))
         position = length
         keys[length] = running.copy().digest()
     return keys

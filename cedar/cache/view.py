@@ -5,7 +5,7 @@ E entries, C channels, P pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -22,10 +22,18 @@ class PagedRows:
     Args:
         count: Rows that the table's pages hold already.
         dtype: Of the rows that come out.
+        wait: Called before the rows are touched for the first time: their pages may be on their way.
     """
 
     def __init__(
-        self, table: PageTable, what: Literal["entries", "keys"], source: int, *, count: int, dtype: torch.dtype
+        self,
+        table: PageTable,
+        what: Literal["entries", "keys"],
+        source: int,
+        *,
+        count: int,
+        dtype: torch.dtype,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         layout = table.pool.layout
         self._rows = layout.rows[what, source]
@@ -34,6 +42,7 @@ class PagedRows:
         self._table, self._dtype = table, dtype
         self._fields = [table.pool.field(field) for field in (self._rows.codes, self._rows.scales)]
         self.count = count
+        self._wait = wait
 
     def append(self, rows_EC: Tensor) -> None:
         """Write the next rows; the table must have room and must not share the pages they fall on.
@@ -46,6 +55,7 @@ class PagedRows:
             return
         if self.count + num_rows > len(self._table.pages) * self._per_page:
             raise CapacityError(f"{num_rows} rows do not fit the {len(self._table.pages)} pages reserved")
+        self._arrived()
         first, last = self.count // self._per_page, (self.count + num_rows - 1) // self._per_page
         for page in self._table.pages[first : last + 1]:
             assert self._table.pool.references(page) == 1, "a shared page must not be written"
@@ -55,6 +65,7 @@ class PagedRows:
         self.count += num_rows
 
     def all(self) -> Tensor:
+        self._arrived()
         page_P = self._table.page_P()[: -(-self.count // self._per_page)]
         codes, scales = (field[page_P].flatten(0, 1)[: self.count] for field in self._fields)
         return dequantize_rows(codes, scales, self._rows.spec, self._dtype)
@@ -69,6 +80,7 @@ class PagedRows:
 
     def read(self, index: Tensor) -> Sequence[Tensor]:
         """(codes, scales) of rows by number, as stored."""
+        self._arrived()
         page, row = self._places(index)
         return [field[page, row] for field in self._fields]
 
@@ -77,6 +89,11 @@ class PagedRows:
 
     def vector_bytes(self) -> int:
         return self._rows.codes.row_bytes + self._rows.scales.row_bytes
+
+    def _arrived(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
     def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
         return self._table.page_P()[index // self._per_page], index % self._per_page

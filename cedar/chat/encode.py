@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -117,6 +117,25 @@ class Conversation:
     continue_last: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """An earlier assistant turn, between the token that opens it and the one that ends it.
+
+    Attributes:
+        message: What the client sent of it.
+        thinks: It shows its reasoning, between marks of its own.
+        pieces: How it is written out if nobody remembers the tokens it was made of.
+    """
+
+    message: Message
+    thinks: bool
+    pieces: tuple[Piece, ...]
+
+
+# (ids of the prompt up to the turn, the turn) -> the ids it was generated as, None if nobody remembers
+Recall = Callable[[Sequence[int], Turn], Sequence[int] | None]
+
+
 def render(conversation: Conversation, *, generation_header: bool = True) -> list[Piece]:
     """The prompt of a conversation, up to where the model goes on.
 
@@ -126,6 +145,14 @@ def render(conversation: Conversation, *, generation_header: bool = True) -> lis
     Raises:
         RequestError: `continue_last` without an assistant message at the end, or together with tools.
     """
+    pieces: list[Piece] = []
+    for piece in _prompt(conversation, generation_header=generation_header):
+        pieces += piece.pieces if isinstance(piece, Turn) else (piece,)
+    return pieces
+
+
+def _prompt(conversation: Conversation, *, generation_header: bool = True) -> list[Piece | Turn]:
+    """`render` with every assistant turn of the history still in one."""
     messages = _merged(conversation)
     thinking, tools = conversation.thinking, conversation.tools
     continued = None
@@ -136,7 +163,7 @@ def render(conversation: Conversation, *, generation_header: bool = True) -> lis
             )
         continued = messages.pop()
 
-    pieces: list[Piece] = [Special(BOS)]
+    pieces: list[Piece | Turn] = [Special(BOS)]
     if thinking:
         pieces += [Special(SYSTEM), effort_line(conversation.effort)]
     latest_calls: tuple[ToolCall, ...] = ()
@@ -160,10 +187,10 @@ def render(conversation: Conversation, *, generation_header: bool = True) -> lis
             pieces += [Special(REMINDER), *_joined(message.content)]
         else:
             latest_calls = message.tool_calls or latest_calls
-            pieces.append(Special(ASSISTANT))
-            if thinking and tools:
-                pieces += [Special(THINK), _spoken(message.reasoning)]
-            pieces += [Special(END_THINK), *_joined(message.content), *_calls(message.tool_calls), Special(EOS)]
+            thinks = thinking and bool(tools)
+            thought = (Special(THINK), _spoken(message.reasoning)) if thinks else ()
+            written = (*thought, Special(END_THINK), *_joined(message.content), *_calls(message.tool_calls))
+            pieces += [Special(ASSISTANT), Turn(message=message, thinks=thinks, pieces=written), Special(EOS)]
         position += 1
 
     if continued is not None:
@@ -198,9 +225,27 @@ def to_text(pieces: Iterable[Piece]) -> str:
     return "".join(piece if isinstance(piece, str) else piece.name for piece in pieces)
 
 
-def encode(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prompt of a conversation; see `render` and `to_ids`."""
-    return to_ids(render(conversation), tokenizer)
+def encode(conversation: Conversation, tokenizer: Tokenizer, recall: Recall | None = None) -> list[int]:
+    """Token ids of the prompt of a conversation; see `render` and `to_ids`.
+
+    Args:
+        recall: Asked for each assistant turn of the history: a turn that comes back spelled otherwise than it
+            was generated can have its own ids (`cedar.cache.turns`).
+    """
+    if recall is None:
+        return to_ids(render(conversation), tokenizer)
+    ids: list[int] = []
+    run: list[Piece] = []
+    for piece in _prompt(conversation):
+        if not isinstance(piece, Turn):
+            run.append(piece)
+            continue
+        # a turn stands between special tokens, so what is around it encodes the same without it
+        ids += to_ids(run, tokenizer)
+        own = recall(ids, piece)
+        ids += to_ids(piece.pieces, tokenizer) if own is None else own
+        run = []
+    return ids + to_ids(run, tokenizer)
 
 
 def dumps(value: object) -> str:
@@ -303,14 +348,18 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
-def parse_messages(raw: object, *, param: str = "messages") -> tuple[Message, ...]:
+def parse_messages(raw: object, *, param: str = "messages", images: bool = True) -> tuple[Message, ...]:
     """Messages of the OpenAI shape, checked.
 
     `developer` counts as system; content may be text, null or a list of parts; an assistant's thoughts are
-    read from `reasoning_content` or `reasoning`.
+    read from `reasoning_content` or `reasoning`. A system message that says nothing is left out.
+
+    Args:
+        images: Whether the model can see.
 
     Raises:
-        RequestError: Empty, or a message that cannot be understood; `param` names it down to the part.
+        RequestError: Empty, a message that cannot be understood, or an image for a model that cannot see; `param`
+            names it down to the part.
     """
     if not isinstance(raw, Sequence) or isinstance(raw, (str, bytes)):
         raise _bad(param, f"a {type(raw).__name__}", "a list of messages")
@@ -335,8 +384,15 @@ def parse_messages(raw: object, *, param: str = "messages") -> tuple[Message, ..
                 param=f"{param}[{i}].tool_call_id",
                 code="invalid_messages",
             )
+        if not images and not isinstance(message.content, str) and Special(IMAGE) in message.content:
+            raise RequestError(
+                "images are not enabled: this model has no vision tower; send text only",
+                param=f"{param}[{i}].content[{message.content.index(Special(IMAGE))}]",
+                code="invalid_image",
+            )
         messages.append(message)
-    return tuple(messages)
+    kept = [message for message in messages if message.role != "system" or any(message.content)]
+    return tuple(kept or messages)
 
 
 _ROLES: dict[str, Role] = {

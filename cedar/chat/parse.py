@@ -215,6 +215,8 @@ class ChatParser:
             self._rest, self._read = self._rest[len(mark) :], self._parameter
         elif mark is not None:
             self._argue("}" if self._num_parameters else "{}")
+            # a closing tag ends the call whatever its name, and what follows it may be the next call
+            self._rest = self._rest.removeprefix(_CLOSE)
             self._read = self._block
         return mark is not None
 

@@ -25,7 +25,7 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
 class Part(Enum):
-    """What a weight belongs to. Only TEXT is loaded into the text model; the others are known and skipped."""
+    """What a weight belongs to: the text model, the draft beside it, or the vision tower (known and skipped)."""
 
     TEXT = "text"
     DRAFT = "draft"
@@ -69,7 +69,7 @@ class StoredWeight:
         shape: Logical shape, as the model computes with it.
         storage: How it lies on disk.
         part: Text, draft or vision.
-        parameter: Name in our `Transformer`, empty for the parts it does not hold.
+        parameter: Name in our `Transformer` or `Draft`, empty for the parts that neither holds.
         expert: Index along the first axis of a stacked parameter, None if the parameter is this weight.
     """
 
@@ -129,7 +129,7 @@ class _Table:
                 shape=shape,
                 storage=storage,
                 part=self.part,
-                parameter=self.prefix + ours if self.part is Part.TEXT else "",
+                parameter=self.prefix + ours if self.part is not Part.VISION else "",
                 expert=expert,
             )
         )

@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from cedar.chat.tokenizer import Tokenizer
 from cedar.checkpoint.files import CheckpointFiles, open_checkpoint
 from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, stored_weights
+from cedar.errors import FormatError
 from cedar.formats.fp4 import dequantize_fp4_index
 from cedar.formats.fp8 import dequantize_tiles
+from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear
 from cedar.model.moe import Experts
+from cedar.model.rows import DiskTable, Plane
 from cedar.model.transformer import Transformer
 
+# where Engram's tables lie while a model runs
+EngramPlace = Literal["memory", "mapped", "disk"]
 # values decoded at once: bounds what decoding needs beyond the module itself
 CHUNK_VALUES = 1 << 21
 
@@ -28,18 +33,21 @@ def read_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    engram: Literal["memory", "mapped"] = "memory",
+    engram: EngramPlace = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
-    Everything is checked before the first weight is read (`open_checkpoint`). Draft and vision tensors are
-    known by the config and skipped. If the directory has a tokenizer.json, it is checked against the config
-    and gives Engram's token map.
+    Everything is checked before the first weight is read (`open_checkpoint`). Draft tensors are left to `read_draft`;
+    vision tensors are known by the config and skipped. If the directory has a tokenizer.json, it is checked against
+    the config and gives Engram's token map.
 
     Args:
         path: Directory with config.json, the shards and their index.
         dtype: float32 or bfloat16; both hold every stored weight exactly.
-        engram: `memory` copies the FP8 tables, `mapped` reads rows from the file as they are asked for.
+        engram: `memory` copies the FP8 tables; `mapped` maps the file, so that what was touched stays as long as
+            the machine has memory to spare; `disk` reads rows as they are asked for and keeps a bounded number.
+        engram_cache_bytes: Rows that `disk` keeps, all tables together.
 
     Raises:
         ConfigError: config.json is missing or wrong.
@@ -54,7 +62,7 @@ def read_checkpoint(
     config = files.config
     # the float tables would be four times the packed ones, for nothing
     model = Transformer(config, device=device, dtype=dtype, table_device="meta")
-    load_weights(model, files, engram=engram)
+    load_weights(model, files, engram=engram, engram_cache_bytes=engram_cache_bytes)
     if config.engram.layer_ids and (files.directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(files.directory)
         tokenizer.check(config)
@@ -62,13 +70,38 @@ def read_checkpoint(
     return model
 
 
+def read_draft(path: str | Path, target: Transformer) -> Draft | None:
+    """The draft of a checkpoint beside its text model, None if the checkpoint has none.
+
+    Raises:
+        ConfigError: config.json is missing or wrong.
+        FormatError: A file or a tensor is not what the config asks for, or `target` is another model.
+    """
+    files = open_checkpoint(path)
+    if files.config != target.config:
+        raise FormatError(f"{path} is not the checkpoint of the model that it should draft for")
+    if not files.config.draft.num_blocks:
+        files.close()
+        return None
+    draft = Draft(files.config, target, device=target.device)
+    load_weights(draft, files)
+    return draft
+
+
 @torch.no_grad()
-def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal["memory", "mapped"] = "memory") -> None:
+def load_weights(
+    model: Transformer | Draft,
+    files: CheckpointFiles,
+    *,
+    engram: EngramPlace = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
+) -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
     Engram tables become packed ones.
     """
-    weights = [weight for weight in stored_weights(files.config) if weight.part is Part.TEXT]
+    part = Part.DRAFT if isinstance(model, Draft) else Part.TEXT
+    weights = [weight for weight in stored_weights(files.config) if weight.part is part]
     # in file order, so that a disk reads forward
     weights.sort(
         key=lambda weight: (files.locations[weight.weight.name].file, files.locations[weight.weight.name].start)
@@ -76,7 +109,8 @@ def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal[
     try:
         for weight in weights:
             if weight.storage is Storage.FP8_ROWS:
-                _load_table(model, files, weight, engram)
+                assert isinstance(model, Transformer)
+                _load_table(model, files, weight, engram, engram_cache_bytes // len(files.config.engram.layer_ids))
             else:
                 _load_weight(model, files, weight)
     finally:
@@ -84,7 +118,7 @@ def load_weights(model: Transformer, files: CheckpointFiles, *, engram: Literal[
 
 
 def target(model: nn.Module, weight: StoredWeight) -> Tensor:
-    """The parameter or buffer that holds a text weight, cut to its expert; shares its memory."""
+    """The parameter or buffer that holds a text or draft weight, cut to its expert; shares its memory."""
     owner_name, _, name = weight.parameter.rpartition(".")
     held: Tensor = getattr(model.get_submodule(owner_name), name)
     held = held if weight.expert is None else held[weight.expert]
@@ -106,7 +140,7 @@ def row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _load_table(
-    model: Transformer, files: CheckpointFiles, weight: StoredWeight, engram: Literal["memory", "mapped"]
+    model: Transformer, files: CheckpointFiles, weight: StoredWeight, engram: EngramPlace, cache_bytes: int
 ) -> None:
     table = owner(model, weight)
     assert isinstance(table, EngramTable)
@@ -115,13 +149,20 @@ def _load_table(
     if engram == "mapped":
         table.set_packed(files.map(codes).view(rows, columns), files.map(scales).view(rows, columns // GROUP))
         return
+    if engram == "disk":
+        first, second = (
+            Plane(files.locations[name].file, files.locations[name].start, width)
+            for name, width in ((codes, columns), (scales, columns // GROUP))
+        )
+        table.set_disk(DiskTable(first, second, rows, cache_bytes=cache_bytes))
+        return
     device = model.device
     table.set_packed(
         files.read(codes).view(rows, columns).to(device), files.read(scales).view(rows, columns // GROUP).to(device)
     )
 
 
-def _load_weight(model: Transformer, files: CheckpointFiles, weight: StoredWeight) -> None:
+def _load_weight(model: nn.Module, files: CheckpointFiles, weight: StoredWeight) -> None:
     values = target(model, weight)
     stored, scale = weight.weight, weight.scale
     scale_bytes = None

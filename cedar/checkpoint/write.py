@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cedar.checkpoint.files import INDEX_NAME, SINGLE_NAME, CheckpointFiles, placement
 from cedar.checkpoint.names import TILE, Part, Storage, StoredWeight, stored_weights
@@ -24,6 +24,7 @@ from cedar.config.load import dump_config
 from cedar.config.model import ModelConfig
 from cedar.errors import CapacityError, FormatError
 from cedar.formats import fp4, fp8
+from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.transformer import Transformer
 
@@ -58,6 +59,7 @@ def write_checkpoint(
     path: str | Path,
     *,
     shard_bytes: int = SHARD_BYTES,
+    draft: Draft | None = None,
     source: CheckpointFiles | None = None,
     files: Iterable[Path] = (),
 ) -> Written:
@@ -70,7 +72,8 @@ def write_checkpoint(
         path: Directory, made if need be. What a checkpoint there held is replaced at the very end; until
             then, and if anything fails, it stays as it was.
         shard_bytes: Payload of one shard at most, unless a single weight is larger.
-        source: The checkpoint whose draft and vision tensors are carried over, if the config has them.
+        draft: The model's draft, trained beside it; its config is the one that is written.
+        source: The checkpoint whose vision tensors, and draft tensors if no `draft` is given, are carried over.
         files: Further files to copy, for example tokenizer.json and generation_config.json.
 
     Raises:
@@ -78,9 +81,10 @@ def write_checkpoint(
             vision and no source gives their tensors.
         CapacityError: The disk is full.
     """
-    config = model.config
+    config = model.config if draft is None else draft.config
     weights = stored_weights(config)
-    rest = [weight for weight in weights if weight.part is not Part.TEXT]
+    held = {Part.TEXT: model} if draft is None else {Part.TEXT: model, Part.DRAFT: draft}
+    rest = [weight for weight in weights if weight.part not in held]
     if rest and source is None:
         raise FormatError(
             f"the config asks for {', '.join(sorted({weight.part.value for weight in rest}))} tensors, first "
@@ -89,8 +93,8 @@ def write_checkpoint(
         )
 
     def payload(weight: StoredWeight) -> Iterator[Tensor]:
-        if weight.part is Part.TEXT:
-            return encode(model, weight)
+        if weight.part in held:
+            return encode(held[weight.part], weight)
         assert source is not None
         return _stored_bytes(source, weight)
 
@@ -129,13 +133,11 @@ def convert_checkpoint(
 
 
 @torch.no_grad()
-def encode(model: Transformer, weight: StoredWeight) -> Iterator[Tensor]:
-    """A text weight's bytes on disk, in chunks. Raises FormatError if it holds NaN or infinity."""
+def encode(model: nn.Module, weight: StoredWeight) -> Iterator[Tensor]:
+    """A text or draft weight's bytes on disk, in chunks. Raises FormatError if it holds NaN or infinity."""
     module = owner(model, weight)
-    if isinstance(module, EngramTable) and module.codes is not None:
-        assert module.scales is not None
-        yield module.codes
-        yield module.scales
+    if isinstance(module, EngramTable) and module.weight is None:
+        yield from module.stored()
         return
     values = target(model, weight)
     rows = values.view(1, -1) if values.dim() == 1 else values

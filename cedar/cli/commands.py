@@ -6,7 +6,7 @@ Nothing is imported above that a command might not need: `cedar --help` and `ced
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -202,7 +202,14 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; its directory otherwise.")] = None,
     context: Annotated[int | None, CONTEXT] = None,
-    prefill_chunk: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens per step.")] = 256,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Rows of a step, prompts and answers together; by the device."),
+    ] = None,
+    target_tpot: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Time between tokens to keep: prompts make way for streams."),
+    ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name that clients may use; * takes any. Repeat for more.")
     ] = None,
@@ -213,6 +220,13 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
+    emit_reasoning_alias: Annotated[
+        bool,
+        typer.Option("--emit-reasoning-alias", help="Send thoughts as `reasoning` too, for clients that read that."),
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log JSON objects, one a line, instead of lines for people.")
+    ] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep conversations there across restarts; holds prompts.")
     ] = None,
@@ -222,6 +236,23 @@ def serve(
     cache_disk: Annotated[
         str, typer.Option(metavar="BYTES", help="What the files in --cache-dir may grow to.")
     ] = "8GiB",
+    cache_day: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="What may be written to --cache-dir in a day.")
+    ] = None,
+    cache_shared: Annotated[
+        str | None, typer.Option(metavar="URL", help="Share pages through an object store: s3://, gs://, file:///.")
+    ] = None,
+    cache_host: Annotated[
+        str, typer.Option(metavar="BYTES", help="Host memory for pages that leave a GPU or come from --cache-shared.")
+    ] = "512MiB",
+    exact_turns: Annotated[
+        bool, typer.Option(help="An answer that a client sends back stands in the prompt as it was generated.")
+    ] = True,
+    engram: Annotated[
+        str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
+    ] = "memory",
+    engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
+    draft: Annotated[bool, typer.Option(help="Draft with the model's own draft, if it has one.")] = True,
     strict_cache: Annotated[
         bool, typer.Option("--strict-cache", help="A hit never changes an answer; slower.")
     ] = False,
@@ -230,31 +261,46 @@ def serve(
     import asyncio
     import logging
     import os
-    import sys
     import time
 
+    from cedar.cli.requirements import check_memory, check_packages
     from cedar.config.serve import ServeConfig
-    from cedar.engine.load import open_model, start_engine
+    from cedar.engine.load import context_tokens, open_model, start_engine
     from cedar.planner.fit import parse_bytes
-    from cedar.planner.kv import global_bytes_per_token
+    from cedar.planner.kv import global_bytes_per_token, page_bytes
+    from cedar.server.logs import set_up_logs
     from cedar.server.run import listen, serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs(as_json=log_json)
+    check_packages()
     files = open_model(model, name=name)
     config = ServeConfig(
         host=host,
         port=port,
         max_context=context,
-        prefill_chunk=prefill_chunk,
+        max_step_tokens=step_tokens,
+        target_tpot_s=target_tpot,
         aliases=tuple(alias or ()),
         api_key_file=api_key_file,
         drain_s=drain,
         strict=strict,
+        reasoning_alias=emit_reasoning_alias,
         cache_dir=cache_dir,
         cache_bytes=parse_bytes(cache_memory),
         cache_disk_bytes=parse_bytes(cache_disk),
+        cache_day_bytes=None if cache_day is None else parse_bytes(cache_day),
+        cache_shared=cache_shared,
+        cache_host_bytes=parse_bytes(cache_host),
+        exact_turn_replay=exact_turns,
+        engram=cast(Any, engram),
+        engram_cache_bytes=parse_bytes(engram_cache),
+        draft=draft,
         strict_cache=strict_cache,
     )
+    held = context_tokens(files, config)
+    limit = files.config.max_position_embeddings if context is None else context
+    short = f" ({cache_memory} of pages hold no more; --cache-memory)" if held < limit and context is None else ""
+    needed = check_memory(files.config, config)
     listener = listen(config)
     began = time.monotonic()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -262,7 +308,10 @@ def serve(
     print(
         f"model    {files.name} ({files.path})\n"
         f"cache    {global_bytes_per_token(files.config):g} bytes a token, "
-        f"context {config.context(files.config):,} tokens\n"
+        f"context {held:,} tokens{short}\n"
+        f"tiers    memory {cache_memory} ({config.cache_bytes // page_bytes(files.config):,} pages of 128 tokens), "
+        f"disk {f'{cache_disk} in {cache_dir}' if cache_dir else 'none (--cache-dir DIR)'}\n"
+        f"memory   about {sum(needed.values()) / 2**20:,.0f} MiB, weights {needed['weights'] / 2**20:,.0f} of them\n"
         f"page     {url}/\n"
         f"API      {url}/v1 (OpenAI), {url} (Anthropic)\n"
         f"try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
@@ -289,11 +338,22 @@ app.add_typer(cache, name="cache")
 CACHE_DIR = typer.Argument(metavar="DIR", help="What `cedar serve --cache-dir` was given.")
 
 
-def _tier(model: str, directory: Path, *, read_only: bool) -> PageStore:
-    from cedar.config.serve import ServeConfig
-    from cedar.engine.load import open_model, open_store
+CACHE_OF = typer.Option("--of", metavar="NUMERICS", help="Pages computed by cpu-float32 or by cuda-bfloat16.")
 
-    return open_store(open_model(model), ServeConfig(cache_dir=directory), read_only=read_only)
+
+def _tier(model: str, directory: Path, numerics: str | None) -> PageStore:
+    """The tier of a model; of the one kind of pages that there is, unless told."""
+    from cedar.config.serve import ServeConfig
+    from cedar.engine.load import NUMERICS, fingerprint, open_model, open_store
+    from cedar.errors import ConfigError
+
+    files = open_model(model)
+    if numerics is None:
+        there = [kind for kind in NUMERICS if (directory / fingerprint(files, kind).hex()[:32]).exists()]
+        if len(there) > 1:
+            raise ConfigError(f"{directory} holds pages of {' and '.join(there)}: choose with --of")
+        numerics = there[0] if there else NUMERICS[0]
+    return open_store(files, ServeConfig(cache_dir=directory), numerics=numerics, read_only=True)
 
 
 @cache.command("ls")
@@ -301,30 +361,42 @@ def cache_ls(
     directory: Annotated[Path, CACHE_DIR],
     model: Annotated[str, MODEL] = "bundled",
     text: Annotated[bool, typer.Option("--text", help="Show how each page begins.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
 ) -> None:
-    """The pages that are kept, one a line: key, tokens, bounded replays upstream."""
+    """The pages that are kept, one a line: key, tokens, bounded replays upstream, and whether it is pinned."""
     from cedar.engine.load import open_model
 
-    tier, tokenizer = _tier(model, directory, read_only=True), open_model(model).tokenizer
+    tier, tokenizer = _tier(model, directory, of), open_model(model).tokenizer
     for page in tier.walk():
-        shown = f"  {tokenizer.decode(list(page.tokens[:24]))!r}" if text else ""
-        print(f"{page.key.hex()}  {len(page.tokens):3} tokens  lineage {page.lineage}{shown}")
+        # an image's positions carry the image above their id
+        ids = [token % 2**32 for token in page.tokens[:24]]
+        shown = f"  {tokenizer.decode(ids)!r}" if text else ""
+        pinned = "  pinned" if page.pinned else ""
+        print(f"{page.key.hex()}  {len(page.tokens):3} tokens  lineage {page.lineage}{pinned}{shown}")
     tier.close()
 
 
 @cache.command("stats")
-def cache_stats(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+def cache_stats(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
     """Pages, segments, snapshots and bytes."""
-    tier = _tier(model, directory, read_only=True)
+    tier = _tier(model, directory, of)
     for name, value in tier.describe().items():
         print(f"{name:15} {value:,}" if isinstance(value, int) else f"{name:15} {value}")
     tier.close()
 
 
 @cache.command("verify")
-def cache_verify(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
+def cache_verify(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
     """Read every page and check it; broken ones are forgotten. Status 1 if there were any."""
-    tier = _tier(model, directory, read_only=True)
+    tier = _tier(model, directory, of)
     whole, broken = tier.verify()
     tier.close()
     print(f"{whole} whole, {broken} broken and forgotten")
@@ -332,12 +404,39 @@ def cache_verify(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MO
 
 
 @cache.command("purge")
-def cache_purge(directory: Annotated[Path, CACHE_DIR], model: Annotated[str, MODEL] = "bundled") -> None:
-    """Forget every page and snapshot of this model, and delete the files."""
-    tier = _tier(model, directory, read_only=True)
-    count = tier.purge()
+def cache_purge(
+    directory: Annotated[Path, CACHE_DIR],
+    model: Annotated[str, MODEL] = "bundled",
+    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned pages too.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
+    """Forget every page, snapshot and turn of this model, and delete the files; pinned pages stay."""
+    tier = _tier(model, directory, of)
+    count = tier.purge(pinned=pinned)
     tier.close()
     print(f"{count} pages forgotten")
+
+
+@cache.command("pin")
+def cache_pin(
+    directory: Annotated[Path, CACHE_DIR],
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="A chat request as JSON, or any text file.")],
+    model: Annotated[str, MODEL] = "bundled",
+    salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
+    off: Annotated[bool, typer.Option("--off", help="Let the pages go again.")] = False,
+    of: Annotated[str | None, CACHE_OF] = None,
+) -> None:
+    """Keep the pages that a request begins with: no budget and no purge takes them. Status 1 if there are none."""
+    from cedar.cache.keys import root_key
+    from cedar.chat.explain import read_prompt
+    from cedar.engine.load import open_model
+
+    files, tier = open_model(model), _tier(model, directory, of)
+    prompt = read_prompt(request, files.tokenizer, thinking=files.defaults.thinking)
+    held = tier.pin_prompt(root_key(tier.fingerprint, salt.encode()), prompt, not off)
+    tier.close()
+    print(f"{held} of {len(prompt)} tokens {'unpinned' if off else 'pinned'}")
+    raise typer.Exit(int(held == 0))
 
 
 @cache.command("explain")
@@ -356,7 +455,7 @@ def cache_explain(
 
 
 train = typer.Typer(no_args_is_help=True, help="Train a model: prepare data, run a recipe, export.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what a model can do.")
+evaluate = typer.Typer(help="Measure what a model can do: everything, or one thing.")
 app.add_typer(train, name="train")
 app.add_typer(evaluate, name="eval")
 
@@ -428,6 +527,10 @@ def train_run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time of the whole run; decides the steps.")] = None,
     stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Begin from a model folder or from weight shards.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")] = False,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Change a field, optim.learning_rate=1e-3 for one."),
@@ -441,7 +544,35 @@ def train_run(
 
     changes = [*(change or ()), *([f"data.folder={json.dumps(str(data))}"] if data is not None else [])]
     config = load_train_config(recipe, changes)
-    runs.train(config, run, device=device, minutes=minutes, stop_after=stop_after)
+    runs.train(
+        config,
+        run,
+        device=device,
+        minutes=minutes,
+        stop_after=stop_after,
+        start_from=start_from,
+        tensorboard=tensorboard,
+    )
+
+
+@train.command("draft")
+def train_draft(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the finished model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder that prompts come from.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run; the same folder goes on from there.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time of training; decides the steps.")] = None,
+    stop_after: Annotated[float | None, typer.Option(min=0, help="Minutes after which this command saves.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a field, blocks=1 for one.")
+    ] = None,
+) -> None:
+    """Train a draft for a model from text that the model writes, and write both to RUN/model."""
+    from cedar.config.load import override
+    from cedar.train import draft
+
+    config = override(draft.DraftTrainConfig(), change or ())
+    draft.train_draft(model, data, run, config, device=device, minutes=minutes, stop_after=stop_after)
 
 
 @train.command("export")
@@ -452,6 +583,32 @@ def train_export(
     from cedar.train import run as runs
 
     runs.export(run)
+
+
+@evaluate.callback(invoke_without_command=True)
+def eval_all(
+    context: typer.Context,
+    model: Annotated[str, MODEL] = "bundled",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data folder, for held-out text and chats; runs/data for one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("runs/evaluation"),
+    quick: Annotated[bool, typer.Option("--quick", help="A minute's worth, to see that all works.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the retrieval documents, 131072 for one; repeat.")
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the numbers into the model's card too.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Without a subcommand: text, known entropies, retrieval by length and depth, indexers, switches, replay.
+
+    Writes evaluation.json and evaluation.html.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from cedar.train import run as runs
+
+    runs.evaluate_all(_model_folder(model), out, data=data, quick=quick, lengths=length or (), device=device, card=card)
 
 
 @evaluate.command("recall")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cedar.cli.requirements import memory_free, memory_needed, unmet
+from cedar.config.serve import ServeConfig
 from cedar.errors import CedarError
 
 State = Literal["ok", "note", "missing"]
@@ -35,16 +38,18 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
+    remedy = "pip install -c constraints.txt -e ."
+    bad = {re.split(r"[^A-Za-z0-9._-]", text)[0]: text for text in unmet()}
     findings = []
     for name in ("torch", "tokenizers", "safetensors", "starlette", "uvicorn", "llguidance", "prometheus-client"):
-        try:
+        if name not in bad:
             findings.append(Finding("ok", name, importlib.metadata.version(name)))
+    findings += [Finding("missing", name, f"cedar needs {text}", remedy) for name, text in bad.items()]
+    for name, lost, extra in (("matplotlib", "no plots", "plot"), ("playwright", "no tests of the page", "page")):
+        try:
+            importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding("missing", name, "not installed", f"pip install -c constraints.txt {name}"))
-    try:
-        importlib.metadata.version("matplotlib")
-    except importlib.metadata.PackageNotFoundError:
-        findings.append(Finding("note", "matplotlib", "not installed: no plots", "pip install 'cedar-lm[plot]'"))
+            findings.append(Finding("note", name, f"not installed: {lost}", f"pip install 'cedar-lm[{extra}]'"))
     return findings
 
 
@@ -89,9 +94,18 @@ def _model(model: str) -> list[Finding]:
         files = open_model(model)
     except CedarError as error:
         return [Finding("missing", "model", str(error), "pass --model DIR with a checkpoint in the release's format")]
+    needed, free = memory_needed(files.config, ServeConfig()), memory_free()
     size = sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
     per_token = global_bytes_per_token(files.config)
     return [
         Finding("ok", "model", f"{files.name}: {size / 2**20:.1f} MiB of weights in {files.path}"),
+        Finding(
+            "ok" if sum(needed.values()) < free else "note",
+            "memory",
+            f"serving it takes about {sum(needed.values()) / 2**30:.2f} GiB, {free / 2**30:.2f} are free",
+            ""
+            if sum(needed.values()) < free
+            else "cedar serve --cache-memory with less than 512MiB, or a smaller model",
+        ),
         Finding("ok", "context", f"{files.config.max_position_embeddings:,} tokens at {per_token:g} bytes each"),
     ]

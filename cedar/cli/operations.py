@@ -1,4 +1,4 @@
-"""Commands for whoever runs a server: `cedar doctor`, `cedar key`, `cedar bench serve`."""
+"""Commands for whoever runs a server: `cedar doctor`, `cedar key`, `cedar bench`."""
 
 from __future__ import annotations
 
@@ -77,3 +77,30 @@ def bench_serve(
     print(json.dumps(report.as_dict(), indent=2) if as_json else report.as_text())
     if plot is not None and not as_json:
         print(f"figures: {plot}")
+
+
+@bench.command("draft")
+def bench_draft(
+    model: Annotated[str, typer.Option(help="Model directory with a draft; the bundled one by default.")] = "bundled",
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat for more. 1 and 16.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each mode runs; the fastest counts.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of the timed answers.")] = 0.0,
+    identity: Annotated[int, typer.Option(min=1, help="Answers compared in deterministic mode.")] = 24,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Speed and acceptance with the model's own draft, against the same answers without it."""
+    import json
+
+    from cedar.cli import draft_test
+    from cedar.engine.load import open_model
+
+    plan = draft_test.Plan(
+        batches=tuple(batch or (1, 16)),
+        rounds=rounds,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        identity_prompts=identity,
+    )
+    values = draft_test.measure(open_model(model), plan)
+    print(json.dumps(values, indent=2) if as_json else draft_test.as_text(values))

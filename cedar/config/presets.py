@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from cedar.config.model import (
     AttentionConfig,
@@ -131,6 +133,23 @@ def _small_model(
             num_routed_experts=4,
             num_experts_per_token=2,
         ),
+    )
+
+
+def with_draft(config: ModelConfig, *, num_blocks: int, **sizes: Any) -> ModelConfig:
+    """`config` with draft blocks, which read no compressed cache.
+
+    Args:
+        sizes: Other fields of `DraftConfig`; the config's own by default.
+
+    >>> with_draft(nano(), num_blocks=2, block_size=3).attention.compress_ratios
+    (0, 0, 2, 2, 1, 1, 1, 1, 0, 0)
+    """
+    ratios = config.attention.compress_ratios[: config.num_layers] + (0,) * num_blocks
+    return dataclasses.replace(
+        config,
+        draft=dataclasses.replace(config.draft, num_blocks=num_blocks, **sizes),
+        attention=dataclasses.replace(config.attention, compress_ratios=ratios),
     )
 
 

@@ -18,8 +18,8 @@ class Rounding:
         window_kv: FP8 window rows (Q8).
         main_kv: FP4 compressed entries (Q4s).
         index: FP4 index queries and keys (Q4m).
-        weights: Round weights to their storage format in the forward pass. A loaded checkpoint holds such
-            values already, so only training sets it.
+        weights: Round weights to their storage format in the forward pass, gains and the embedding included. A
+            loaded checkpoint holds such values already, so only training sets it.
     """
 
     activations: bool = True

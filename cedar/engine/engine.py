@@ -1,8 +1,10 @@
 """The loop that turns requests into tokens, in a thread of its own.
 
-The engine is the only place where a model and the cache meet. A step is one token of every sequence that
-decodes, together, and then one chunk of one prompt: so no stream waits longer than a chunk, and no prompt longer
-than the streams' tokens. Between steps the loop lets go who was cancelled and takes in who waits.
+The engine is the only place where a model and the cache meet. A step is one pass of the model over rows of many
+sequences, within one budget: the next token of everybody who decodes and the drafts that are verified with it, then
+rows that are replayed and chunks of prompts. So no stream waits longer than a step, and no prompt longer than the
+streams' rows. Between steps the loop lets go who was cancelled, forks and rewinds, and takes in who waits: nothing is
+given back to the pool while a pass may still read it.
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ import functools
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cedar.cache.loading import LoadFailed
 from cedar.cache.manager import CacheManager, Plan
 from cedar.cache.prefix import Node
 from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.engine.metrics import Metrics
 from cedar.engine.request import (
+    Constraint,
     DecoderReplay,
     Event,
     Finished,
@@ -31,6 +37,8 @@ from cedar.engine.request import (
     Handle,
     Progress,
     Request,
+    Rewound,
+    SamplingParams,
     Sequence,
     Status,
     Token,
@@ -39,21 +47,27 @@ from cedar.engine.request import (
 from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
 from cedar.engine.scheduler import (
+    PrefillShare,
     SchedulerConfig,
-    next_prefill,
+    by_order,
+    chunk_rows,
     order_key,
     pages_to_start,
     victim,
     waits_for_another,
 )
-from cedar.errors import CapacityError, RequestError
+from cedar.engine.speculate import Drafter, DraftRequest, Pace, Proposal, StepCost, choose_widths
+from cedar.errors import CapacityError, RequestError, ShapeError
 from cedar.kernels.dispatch import deterministic
+from cedar.model.batch import Part
 from cedar.model.sequence import exact_span
 
 log = logging.getLogger(__name__)
 
 # waiting prompts that are looked up in the cache each time there is room
 _LOOKED_AT = 16
+# how long a prompt waits for its pages from a shared tier, and how often an idle engine looks
+_FETCH_LIMIT_S, _FETCH_WAIT_S = 10.0, 0.005
 
 
 class ModelLike(Protocol):
@@ -64,13 +78,32 @@ class ModelLike(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def memory_stats(self) -> dict[str, float]: ...
+
     def new_state(self, *, decoder_replay: DecoderReplay) -> Any: ...
 
-    def prefill(self, state: Any, ids_T: Tensor, *, prompt_tokens: int, last_only: bool) -> Tensor: ...
+    def step(self, parts: Several[Part]) -> list[Tensor]: ...
 
-    def decode(self, state: Any, ids_T: Tensor) -> Tensor: ...
+    def prefetch(self, ids_T: Tensor) -> None: ...
 
-    def decode_many(self, states: Several[Any], ids: Several[Tensor]) -> list[Tensor]: ...
+
+@dataclass(slots=True)
+class _Work:
+    """What one sequence runs in a step.
+
+    Attributes:
+        num_rows: Rows of tokens that are known.
+        proposal: Drafts that run behind them.
+        mark: How its state stood before, if that can be brought back.
+    """
+
+    sequence: Sequence
+    num_rows: int
+    proposal: Proposal = Proposal()
+    mark: Any = None
 
 
 class Engine:
@@ -79,13 +112,12 @@ class Engine:
     Args:
         max_context: Longest prompt plus answer; the model's own limit if None, and never more than the cache
             can hold.
-        prefill_chunk: Prompt tokens per step.
         max_waiting: Requests that may queue.
-        max_running: Sequences that hold a state at once.
-        reserve_tokens: Answer tokens that must find room before a request starts.
+        scheduling: Limits of a step and of who runs.
+        drafter: Proposes tokens ahead; None drafts nothing.
         cache: Prefixes of earlier requests; None keeps none. The engine closes it.
         exact: Rows get the same bits whatever runs beside them; slower. A strict cache needs it.
-        runner: Decodes in graphs where there is a GPU; None decodes op by op.
+        runner: Decodes in graphs where there is a GPU and nobody drafts; None decodes op by op.
         keep_snapshots: Write the snapshots to the disk tier when the engine ends.
     """
 
@@ -94,10 +126,9 @@ class Engine:
         model: ModelLike,
         *,
         max_context: int | None = None,
-        prefill_chunk: int = 256,
         max_waiting: int = 256,
-        max_running: int = 16,
-        reserve_tokens: int = 4096,
+        scheduling: SchedulerConfig | None = None,
+        drafter: Drafter | None = None,
         cache: CacheManager | None = None,
         exact: bool = False,
         runner: DecodeRunner | None = None,
@@ -110,20 +141,39 @@ class Engine:
             limit = min(limit, (cache.pool.num_pages - 1) * PAGE_TOKENS)
         self.max_context = limit if max_context is None else min(limit, max_context)
         self.max_waiting = max_waiting
-        self.scheduling = SchedulerConfig(
-            max_running=max_running, prefill_chunk=prefill_chunk, reserve_tokens=reserve_tokens
-        )
+        self.scheduling = scheduling or SchedulerConfig()
+        self.drafter = drafter
         self.exact = exact or (cache is not None and cache.strict)
         self.metrics = Metrics()
-        self._runner = runner
+        # a drafter reads states, and what it drafts runs op by op
+        self._runner = runner if drafter is None else None
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._questions: list[tuple[Callable[[CacheManager], object], Future[Any]]] = []
+        self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
+        self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
+        self._cost, self._pace = StepCost(), Pace()
+        # seconds that the step's drafts took, 0 for one without
+        self._drafted_s = 0.0
+        self._num_steps = self._since_decode = 0
+        self._last_tokens_s = self._rows_s = 0.0
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="cedar-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def numerics(self) -> str:
+        """The arithmetic that answers come from: where, in which type, and whether it is the same whatever else runs.
+
+        Two servers of one model with the same numerics give the same answer.
+        """
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{self.model.device.type}-{dtype}{'-exact' if self.exact else ''}"
+
+    def memory_stats(self) -> dict[str, float]:
+        """What Engram tables on disk have done; zeros where they are in memory."""
+        return self.model.memory_stats()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Queue a request.
@@ -139,20 +189,115 @@ class Engine:
         max_tokens = self.check(request)
         handle = Handle(request.id, lambda: self.cancel(request.id))
         sequence = Sequence(
-            request=request, emit=on_event or handle.events.put, max_tokens=max_tokens, submitted_s=time.monotonic()
+            request=request,
+            emit=on_event or handle.events.put,
+            max_tokens=max_tokens,
+            submitted_s=time.monotonic(),
+            tokens=list(request.prompt_ids),
         )
         with self._changed:
-            if self._closing:
-                raise RequestError("the server is shutting down", code="overloaded", status=503)
-            if len(self._waiting) >= self.max_waiting:
-                raise RequestError(
-                    f"{len(self._waiting)} requests are waiting already; try again later", code="overloaded", status=503
-                )
+            self._admit_one_more()
             self._waiting.append(sequence)
             self.metrics.submitted += 1
             self._gauges()
             self._changed.notify()
         return handle
+
+    def fork(
+        self,
+        request_id: str,
+        *,
+        sampling: SamplingParams | None = None,
+        constraint: Constraint | None = None,
+        num_tokens: int | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Handle:
+        """Another answer to the prompt of a request that runs or waits, over the same pages.
+
+        It begins with the first tokens of the other's answer, which it sends anew, and is from there on a request of
+        its own: bit for bit one that said those tokens itself. A fork of a request whose prompt has not ended yet, or
+        with `num_tokens` 0, is a separate run.
+
+        Args:
+            sampling: How the fork chooses; as the other does by default.
+            constraint: A fresh one for the fork, which must have one if the other has.
+            num_tokens: Tokens of the answer to begin with, if there are so many; all there are by default.
+
+        Raises:
+            RequestError: Nobody of that id runs or waits, a constraint is missing, the fork's `max_tokens` do not
+                fit, or as `submit`.
+        """
+        with self._changed:
+            parent = self._find(request_id)
+            if parent.request.constraint is not None and constraint is None:
+                raise RequestError("a fork of a constrained answer needs a fresh constraint", param="constraint")
+            request = replace(
+                parent.request,
+                id=uuid.uuid4().hex,
+                sampling=sampling or parent.request.sampling,
+                constraint=constraint,
+            )
+            max_tokens = self.check(request)
+            self._admit_one_more()
+            handle = Handle(request.id, lambda: self.cancel(request.id))
+            child = Sequence(
+                request=request,
+                emit=on_event or handle.events.put,
+                max_tokens=max_tokens,
+                submitted_s=time.monotonic(),
+                tokens=list(request.prompt_ids),
+                # until its order is carried out it only queues
+                waits_for=parent,
+            )
+            self._waiting.append(child)
+            self.metrics.submitted += 1
+            self._gauges()
+            self._orders.append((functools.partial(self._split, parent, child, num_tokens), Future()))
+            self._changed.notify()
+        return handle
+
+    def rewind(self, request_id: str, num_tokens: int, *, constraint: Constraint | None = None) -> Future[int]:
+        """Take back the newest tokens of an answer: it goes on from its first `num_tokens`.
+
+        Who listens gets a `Rewound` event between the last token taken back and the next one. What goes on is bit for
+        bit the sequence that had never said the tokens; random numbers are not repeated. A few tokens are
+        forgotten by position; for more, the prompt resumes from the cache and the tokens that stay run again.
+
+        Args:
+            constraint: A fresh one, if the request has one.
+
+        Returns:
+            How many tokens were taken back; 0 if there were no more than `num_tokens`. The future raises RequestError
+            if the request has ended meanwhile.
+
+        Raises:
+            RequestError: Nobody of that id runs or waits, a constraint is missing, or a negative number.
+        """
+        if num_tokens < 0:
+            raise RequestError(f"num_tokens is {num_tokens}, expected 0 or more", param="num_tokens")
+        done: Future[int] = Future()
+        with self._changed:
+            sequence = self._find(request_id)
+            if sequence.request.constraint is not None and constraint is None:
+                raise RequestError("to rewind a constrained answer takes a fresh constraint", param="constraint")
+            self._orders.append((functools.partial(self._take_back, sequence, num_tokens, constraint), done))
+            self._changed.notify()
+        return done
+
+    def _find(self, request_id: str) -> Sequence:
+        for sequence in (*self._waiting, *self._running):
+            if sequence.request.id == request_id and not sequence.cancelled:
+                return sequence
+        raise RequestError(f"no request {request_id!r} runs or waits", code="not_found", status=404)
+
+    def _admit_one_more(self) -> None:
+        """Raise unless one more request may queue; the lock is held."""
+        if self._closing:
+            raise RequestError("the server is shutting down", code="overloaded", status=503)
+        if len(self._waiting) >= self.max_waiting:
+            raise RequestError(
+                f"{len(self._waiting)} requests are waiting already; try again later", code="overloaded", status=503
+            )
 
     def check(self, request: Request) -> int:
         """Tokens that the request may generate.
@@ -185,11 +330,11 @@ class Engine:
         """
         if self.cache is None:
             raise RequestError("this server keeps no cache", code="not_found", status=404)
-        asked: Future[Any] = Future()
+        cache, asked = self.cache, Future[Any]()
         with self._changed:
             if self._closing:
                 raise RequestError("the server is shutting down", code="overloaded", status=503)
-            self._questions.append((question, asked))
+            self._orders.append((lambda: question(cache), asked))
             self._changed.notify()
         return asked
 
@@ -206,39 +351,46 @@ class Engine:
     def _loop(self) -> None:
         with deterministic(self.exact):
             while self._wait():
-                self._tell()
+                self._carry_out()
                 self._let_go()
                 self._take_in()
-                self._decode()
-                self._prefill()
+                self._step()
         if self.cache is not None:
             self.cache.close(keep_snapshots=self._keep_snapshots)
 
     def _wait(self) -> bool:
         """Until there is something to do; False when the engine closes and all have left."""
         with self._changed:
-            while not self._waiting and not self._running and not self._questions:
+            while not self._waiting and not self._running and not self._orders:
                 if self._closing:
                     return False
+                # nobody waits for tokens: the time till the next ones is not a step's
+                self._last_tokens_s = 0.0
                 self._changed.wait()
         return True
 
-    def _tell(self) -> None:
+    def _carry_out(self) -> None:
+        """What was asked from outside and must not meet a step: looks into the cache, forks, rewinds."""
         with self._changed:
-            questions, self._questions = self._questions, []
-        for question, asked in questions:
-            assert self.cache is not None
+            orders, self._orders = self._orders, []
+        for order, done in orders:
             try:
-                asked.set_result(question(self.cache))
+                done.set_result(order())
             except Exception as error:  # whoever asked hears of it; the engine goes on
-                asked.set_exception(error)
+                done.set_exception(error)
 
     def _let_go(self) -> None:
+        now = time.monotonic()
         with self._changed:
-            gone = [sequence for sequence in (*self._waiting, *self._running) if sequence.cancelled]
-        for sequence in gone:
-            self.metrics.cancelled[sequence.status.value] = self.metrics.cancelled.get(sequence.status.value, 0) + 1
-            self._leave(sequence, "cancelled")
+            everybody = (*self._waiting, *self._running)
+        for sequence in everybody:
+            deadline_s = sequence.deadline_s
+            if sequence.cancelled:
+                phase = sequence.phase
+                self.metrics.cancelled[phase] = self.metrics.cancelled.get(phase, 0) + 1
+                self._leave(sequence, "cancelled")
+            elif deadline_s is not None and now >= deadline_s:
+                self._leave(sequence, "timeout")
 
     # -- admission
 
@@ -249,6 +401,10 @@ class Engine:
                 looked_at = list(self._waiting[:_LOOKED_AT])
             chosen = self._choose(looked_at)
             if chosen is None:
+                if looked_at and not self._running:
+                    # their pages are on the way from the shared tier
+                    with self._changed:
+                        self._changed.wait(_FETCH_WAIT_S)
                 return
             with self._changed:
                 self._waiting.remove(chosen)
@@ -268,7 +424,7 @@ class Engine:
         now = time.monotonic()
         ranked = []
         for sequence in waiting:
-            if sequence.cancelled:
+            if sequence.cancelled or sequence.waits_for is not None:
                 continue
             cached = 0
             if sequence.status is Status.PREEMPTED:
@@ -276,11 +432,21 @@ class Engine:
                 return sequence
             request = sequence.request
             if self.cache is not None and request.replay != "off":
-                cached = self.cache.cached_tokens(request.prompt_ids, request.salt)
+                if not self._fetched(sequence, self.cache, now):
+                    continue
+                cached = self.cache.cached_tokens(sequence.prompt_keys, request.salt)
                 if waits_for_another(sequence, cached, self._running):
                     continue
-            ranked.append((order_key(sequence, len(request.prompt_ids) - cached, now, self.scheduling), sequence))
+            remaining = len(sequence.tokens) - cached
+            ranked.append((order_key(sequence, remaining, now, self.scheduling, self._rows_s), sequence))
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+    def _fetched(self, sequence: Sequence, cache: CacheManager, now: float) -> bool:
+        """Whether all that a shared tier has of its prompt is here, or has taken too long."""
+        if not sequence.looked_far:
+            sequence.looked_far = True
+            sequence.fetch = cache.prefetch(sequence.prompt_keys, sequence.request.salt)
+        return sequence.fetch is None or sequence.fetch.done() or now - sequence.submitted_s > _FETCH_LIMIT_S
 
     def _start(self, sequence: Sequence) -> None:
         """Give a sequence its state; without room it stays as it was."""
@@ -292,28 +458,37 @@ class Engine:
             sequence.state = self.model.new_state(decoder_replay=request.decoder_replay)
         elif not self._open_state(sequence, self.cache):
             return
-        sequence.status, sequence.admitted_s = Status.PREFILL, time.monotonic()
-        sequence.sampler = Sampler(request.sampling, prompt_ids=request.prompt_ids, constraint=request.constraint)
+        sequence.status, sequence.admitted_s = Status.PREFILL, sequence.admitted_s or time.monotonic()
+        if sequence.sampler is None:
+            sequence.sampler = self._sampler(sequence)
+
+    def _sampler(self, sequence: Sequence) -> Sampler:
+        request = sequence.request
+        sampler = Sampler(request.sampling, prompt_ids=request.prompt_ids, constraint=request.constraint)
+        sampler.inherit(sequence.tokens[sequence.num_prompt :])
+        return sampler
 
     def _open_state(self, sequence: Sequence, cache: CacheManager) -> bool:
         request = sequence.request
         plan = cache.plan(
-            request.prompt_ids,
+            sequence.prompt_keys,
             request.salt,
             replay=request.replay,
             decoder_replay=request.decoder_replay,
             exact_span=functools.partial(exact_span, self.model.config, request.decoder_replay),
         )
         wanted = pages_to_start(sequence, self.scheduling.reserve_tokens)
-        promised = sum(
-            max(other.reserved_pages - len(other.lease.table.pages), 0) for other in self._running if other.lease
-        )
-        own = cache.protect(request.prompt_ids[: plan.cached_tokens], request.salt)
-        fresh = wanted - plan.cached_tokens // PAGE_TOKENS
+        own = cache.protect(sequence.prompt_keys[: plan.held_tokens], request.salt)
+        fresh = wanted - plan.held_tokens // PAGE_TOKENS
         others = any(other is not sequence for other in self._running)
-        if others and cache.room(own) < fresh + promised:
+        if others and cache.room(own) < fresh + self._promised():
             return False
-        lease = cache.lease(request.prompt_ids, request.salt, plan, keep=request.keep)
+        try:
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
+        except CapacityError:
+            if others or not cache.unpin_memory():
+                raise
+            lease = cache.lease(sequence.prompt_keys, request.salt, plan, keep=request.keep)
         try:
             sequence.state = self._state_over(sequence, lease, plan.cached_tokens)
             self._begin(sequence, plan)
@@ -321,8 +496,14 @@ class Engine:
             cache.release(lease)
             raise
         sequence.lease, sequence.reserved_pages = lease, wanted
-        sequence.num_prefilled = plan.first_row
+        sequence.num_done = plan.first_row
         return True
+
+    def _promised(self) -> int:
+        """Pages that those who run have not taken yet, but found room for when they started."""
+        return sum(
+            max(other.reserved_pages - len(other.lease.table.pages), 0) for other in self._running if other.lease
+        )
 
     def _state_over(self, sequence: Sequence, lease: Any, num_tokens: int) -> Any:
         assert self.cache is not None
@@ -343,6 +524,102 @@ class Engine:
         else:
             sequence.state.resume_exact(prompt_T, plan.cached_tokens, len(sequence.request.prompt_ids))
 
+    # -- forks and rewinds
+
+    def _split(self, parent: Sequence, child: Sequence, num_tokens: int | None) -> None:
+        child.waits_for = None
+        count = parent.num_generated if num_tokens is None else min(num_tokens, parent.num_generated)
+        if count >= child.max_tokens:
+            error = f"the fork begins with {count} tokens, its max_tokens are {child.max_tokens}"
+            self._leave(child, "error", error=error)
+            return
+        with self._changed:
+            lives = parent in self._waiting or parent in self._running
+        if lives and parent.num_generated == 0:
+            # it begins where the prompt ends
+            child.waits_for = parent
+            parent.forks.append(child)
+            return
+        child.tokens += parent.tokens[parent.num_prompt :][:count]
+        if not self._guarded(lambda child: self._send(child, parent.said[:count]), child):
+            return
+        target = len(child.tokens) - 1
+        self._leave_slot(parent)
+        if count and parent.status is Status.DECODE and parent.state is not None and parent.state.oldest_kept <= target:
+            self._guarded(functools.partial(self._start_beside, parent=parent, num_done=target), child)
+
+    def _start_beside(self, child: Sequence, parent: Sequence, num_done: int) -> bool:
+        """Start a fork from a state that stands at its tokens or some behind them; False if it has to wait."""
+        self._leave_slot(parent)
+        if len(self._running) >= self.scheduling.max_running:
+            return False
+        wanted = pages_to_start(child, self.scheduling.reserve_tokens)
+        if self.cache is not None and parent.lease is not None:
+            fresh = wanted - num_done // PAGE_TOKENS
+            if self.cache.room() < fresh + self._promised():
+                return False
+            lease = self.cache.fork(parent.lease)
+            held = min(num_done, child.num_prompt)
+            plan = replace(lease.plan, grade="g0", cached_tokens=held, first_row=num_done, tier="memory", kept=None)
+            lease.plan = plan
+            try:
+                child.state = parent.state.fork(self.cache.make_store(lease, parent.num_done))
+            except BaseException:
+                self.cache.release(lease)
+                raise
+            child.lease, child.reserved_pages = lease, wanted
+        else:
+            child.state = parent.state.fork()
+        child.status, child.admitted_s, child.num_done = Status.DECODE, time.monotonic(), num_done
+        if num_done < parent.num_done:
+            self._forget(child)
+        child.sampler = self._sampler(child)
+        with self._changed:
+            self._waiting.remove(child)
+            self._running.append(child)
+            self._gauges()
+        return True
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Bring a state back to the `num_done` rows that the sequence keeps."""
+        sequence.state.roll_back(sequence.num_done)
+        if self.cache is not None and sequence.lease is not None:
+            self.cache.rewind(sequence.lease, sequence.num_done)
+
+    def _take_back(self, sequence: Sequence, num_tokens: int, constraint: Constraint | None) -> int:
+        with self._changed:
+            if sequence not in self._waiting and sequence not in self._running:
+                raise RequestError(f"request {sequence.request.id!r} has ended", code="not_found", status=404)
+        taken = sequence.num_generated - num_tokens
+        if taken <= 0:
+            return 0
+        del sequence.tokens[sequence.num_prompt + num_tokens :], sequence.said[num_tokens:]
+        if sequence.sampler is not None:
+            sequence.sampler.rewind(sequence.tokens[sequence.num_prompt :], constraint)
+        target = len(sequence.tokens) - 1
+        self._leave_slot(sequence)
+        if sequence.status is Status.DECODE and num_tokens and sequence.state.oldest_kept <= target:
+            sequence.num_done = target
+            self._forget(sequence)
+        elif sequence.state is not None or sequence.aside is not None:
+            self._restart(sequence)
+        self._guarded(lambda sequence: sequence.emit(Rewound(num_tokens)), sequence)
+        return taken
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Back to the queue's head with what it has said; the prompt finds its pages again."""
+        if self.cache is not None and sequence.lease is not None:
+            self.cache.release(sequence.lease)
+        if self._runner is not None:
+            self._runner.forget(sequence.state)
+        sequence.state = sequence.aside = sequence.lease = None
+        sequence.status, sequence.num_done, sequence.width = Status.WAITING, 0, 0
+        with self._changed:
+            if sequence in self._running:
+                self._running.remove(sequence)
+                self._waiting.insert(0, sequence)
+            self._gauges()
+
     # -- memory
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -354,6 +631,8 @@ class Engine:
             other = victim(self._running, sequence)
             if other is None:
                 if len([s for s in self._running if s.lease is not None]) == 1:
+                    if self.cache.unpin_memory():
+                        continue
                     raise CapacityError("the pool is too small for this sequence alone")
                 other = sequence
             self._set_aside(other)
@@ -370,7 +649,7 @@ class Engine:
             return set()
         pages: set[Node] = set()
         for sequence in first:
-            pages |= self.cache.protect(sequence.request.prompt_ids, sequence.request.salt)
+            pages |= self.cache.protect(sequence.prompt_keys, sequence.request.salt)
         # never so many that nothing is left to evict
         return pages if len(pages) < self.cache.pool.num_pages // 2 else set()
 
@@ -379,7 +658,12 @@ class Engine:
         assert self.cache is not None and sequence.lease is not None
         self._leave_slot(sequence)
         snapshot = sequence.state.snapshot()
-        sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
+        try:
+            sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
+        except LoadFailed:
+            # it has nothing to go on from but its prompt
+            self._restart(sequence)
+            return
         sequence.state = None
         sequence.status = Status.PREEMPTED
         self.metrics.preempted += 1
@@ -396,144 +680,364 @@ class Engine:
         if others and self.cache.room() < len(payloads) + 1:
             return
         if not self.cache.swap_in(sequence.lease, payloads):
-            if not others:
+            if not others and not self.cache.unpin_memory():
                 raise CapacityError("the pool is too small for this sequence alone")
             return
         sequence.state = self._state_over(sequence, sequence.lease, snapshot.num_held)
         sequence.state.restore(snapshot)
         sequence.aside = None
-        sequence.status = Status.DECODE if sequence.generated else Status.PREFILL
+        behind = sequence.remaining > 1 or not sequence.num_generated
+        sequence.status = Status.PREFILL if behind else Status.DECODE
 
     # -- steps
 
-    def _prefill(self) -> None:
-        sequence = next_prefill(self._running, time.monotonic(), self.scheduling)
-        if sequence is not None:
-            self._guarded(self._run_chunk, sequence)
-
-    def _run_chunk(self, sequence: Sequence) -> None:
-        prompt = sequence.request.prompt_ids
-        start, num_prompt = sequence.num_prefilled, len(prompt)
-        stop = min(start + self.scheduling.prefill_chunk, num_prompt)
-        boundary = num_prompt - 1
-        at_boundary = sequence.lease is not None and sequence.lease.keep and start < boundary <= stop
-        if at_boundary:
-            # the token that may change next time runs alone, and what stands before it is kept
-            stop = boundary
-        if not self._reserve(sequence, stop):
-            return
-        logits_TV = self.model.prefill(
-            sequence.state, self._ids(prompt[start:stop]), prompt_tokens=num_prompt, last_only=stop == num_prompt
-        )
-        sequence.num_prefilled = stop
-        sequence.num_run += stop - start
-        if self.cache is not None and sequence.lease is not None:
-            if at_boundary:
-                self._publish_end(sequence)
-            else:
-                self.cache.publish(sequence.lease, prompt[:stop])
-        sequence.emit(Progress(stop, num_prompt))
-        if stop == num_prompt:
-            sequence.status = Status.DECODE
-            self._take(sequence, logits_TV[-1])
-
-    def _decode(self) -> None:
-        """One token of everybody who decodes."""
-        ready = []
-        for sequence in [s for s in self._running if s.status is Status.DECODE]:
-            # an earlier one may have set it aside meanwhile
-            if sequence.status is Status.DECODE and sequence.state is not None:
-                num_tokens = len(sequence.request.prompt_ids) + len(sequence.generated)
-                if self._guarded(functools.partial(self._reserve, num_tokens=num_tokens), sequence):
-                    ready.append(sequence)
-        ready = [s for s in ready if s.status is Status.DECODE and s.state is not None]
+    def _step(self) -> None:
+        """One pass of the model, within the budget of rows."""
+        work = self._plan()
         if self._runner is not None:
-            ready = self._decode_in_slots(ready, self._runner)
-        if not ready:
+            work = self._step_slots(work, self._runner)
+        if not work:
             return
-        ids = [self._ids(sequence.generated[-1:]) for sequence in ready]
-        rows: list[Tensor] | None = None
-        if len(ready) > 1:
-            marks = [sequence.state.mark() for sequence in ready]
-            try:
-                rows = self.model.decode_many([sequence.state for sequence in ready], ids)
-            except Exception:  # one of them fails; alone, the others go on
-                log.warning("a step of %d sequences failed, they run one by one", len(ready), exc_info=True)
-                for sequence, mark in zip(ready, marks, strict=True):
-                    sequence.state.reset(mark)
-        for place, sequence in enumerate(ready):
+        for one in work:
+            self._leave_slot(one.sequence)
+            if one.sequence.status is Status.DECODE:
+                one.mark = one.sequence.state.mark()
+        self._read_ahead(work)
+        began = time.monotonic()
+        try:
+            logits = self.model.step([self._part(one) for one in work])
+        except Exception as error:  # whose fault it is shows when each runs alone
+            self._take_apart(work, error)
+            return
+        seconds = self._note(work, began)
+        decodes = all(one.sequence.status is Status.DECODE for one in work)
+        before = [one.sequence.num_generated for one in work]
+        for one, rows_TV in zip(work, logits, strict=True):
+            one.sequence.alone = False
+            absorb = self._absorb_tokens if one.sequence.status is Status.DECODE else self._absorb_chunk
+            self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
+        if decodes and self.drafter is not None:
+            # steps with chunks of prompts tell nothing of what a draft's row costs
+            self._cost.note(sum(one.num_rows + len(one.proposal.ids) for one in work), seconds)
+            tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
+            self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
-            def run(sequence: Sequence, place: int = place) -> None:
-                logits_TV = self.model.decode(sequence.state, ids[place]) if rows is None else rows[place]
-                if self.cache is not None and sequence.lease is not None:
-                    self.cache.publish(sequence.lease, self._written(sequence))
-                self._take(sequence, logits_TV[-1])
-
-            self._guarded(run, sequence)
-
-    def _decode_in_slots(self, ready: list[Sequence], runner: DecodeRunner) -> list[Sequence]:
-        """One token of those whose state has a slot or gets one; returns the others, or all if the step failed."""
+    def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
+        """One token of those who decode and have a slot or get one; returns the others, or all if the step failed."""
         rows: dict[int, Row] = {}
-        for place, sequence in enumerate(ready):
-            if len(rows) < runner.max_rows and sequence.lease is not None and runner.suits(sequence.state):
-                assert sequence.sampler is not None
-                rows[place] = Row(sequence.state, sequence.lease, sequence.generated[-1], sequence.sampler)
+        for place, one in enumerate(work):
+            sequence = one.sequence
+            alone = sequence.status is not Status.DECODE or sequence.alone or sequence.lease is None
+            if alone or len(rows) >= runner.max_rows or not runner.suits(sequence.state):
+                continue
+            assert sequence.sampler is not None and sequence.lease is not None
+            rows[place] = Row(sequence.state, sequence.lease, sequence.tokens[-1], sequence.sampler)
         if not rows:
-            return ready
+            return work
+        began = time.monotonic()
         try:
             chosen, logits_TV = runner.step(list(rows.values()))
         except Exception:  # whatever a device may say: op by op they go on
             log.warning("decode graphs are off from here on: a step of %d rows failed", len(rows), exc_info=True)
             self._runner = None
-            for sequence in self._running:
+            for sequence in list(self._running):
                 if sequence.state is not None:
                     self._guarded(lambda s: runner.leave(s.state), sequence)
-            return [sequence for sequence in ready if sequence in self._running]
+            return [one for one in work if one.sequence.state is not None]
+        self._note([work[place] for place in rows], began)
         for number, place in enumerate(rows):
 
-            def run(sequence: Sequence, number: int = number) -> None:
-                assert self.cache is not None and sequence.lease is not None and sequence.sampler is not None
-                lease = sequence.lease
-                # the tokens so far are gathered only when they fill a page
-                if lease.keep and sequence.state.num_tokens >= lease.published + PAGE_TOKENS:
-                    self.cache.publish(lease, self._written(sequence))
+            def absorb(sequence: Sequence, number: int = number) -> None:
+                assert sequence.sampler is not None
                 if sequence.sampler.needs_logits:
-                    self._take(sequence, logits_TV[number])
+                    self._take(sequence, logits_TV[number : number + 1], Proposal())
                 else:
-                    self._taken(sequence, sequence.sampler.take(chosen[number]))
+                    self._accept(sequence, [sequence.sampler.take(chosen[number])], Proposal(), num_rows=1)
 
-            self._guarded(run, ready[place])
-        return [sequence for place, sequence in enumerate(ready) if place not in rows]
+            self._guarded(absorb, work[place].sequence)
+        return [one for place, one in enumerate(work) if place not in rows]
 
-    def _take(self, sequence: Sequence, logits_V: Tensor) -> None:
-        assert sequence.sampler is not None
-        self._taken(sequence, sequence.sampler(logits_V))
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Before a state is read or runs op by op: what the runner holds of it comes back."""
+        if self._runner is not None:
+            self._runner.leave(sequence.state)
 
-    def _taken(self, sequence: Sequence, token: Token) -> None:
-        sequence.first_token_s = sequence.first_token_s or time.monotonic()
-        sequence.generated.append(token.id)
-        if token.id in sequence.request.sampling.stop_token_ids:
-            self._leave(sequence, "stop")
+    def _read_ahead(self, work: list[_Work]) -> None:
+        """While a chunk runs, what the next one needs of tables on disk comes in."""
+        reach = self.model.config.engram.max_ngram_size - 1
+        for one in work:
+            sequence, stop = one.sequence, one.sequence.num_done + one.num_rows
+            ids = sequence.tokens[max(stop - reach, 0) : stop + one.num_rows]
+            if sequence.status is Status.PREFILL and stop < len(sequence.tokens):
+                self.model.prefetch(self._ids(ids))
+
+    def _plan(self) -> list[_Work]:
+        """Who runs which rows: tokens first, then drafts, then chunks in the order of the queue."""
+        now = time.monotonic()
+        running = next(([s] for s in self._running if s.alone), list(self._running))
+        prompts = by_order((s for s in running if s.status is Status.PREFILL), now, self.scheduling, self._rows_s)
+        decoding = [s for s in running if s.status is Status.DECODE]
+        if prompts and self._since_decode + 1 < self.scheduling.prefill_steps_between_decodes:
+            decoding = []
+        work: list[_Work] = []
+        for sequence in decoding:
+            # an earlier one may have set it aside meanwhile
+            if sequence.state is not None and self._guarded(
+                functools.partial(self._reserve, num_tokens=sequence.num_done + 1), sequence
+            ):
+                work.append(_Work(sequence, 1))
+        work = [one for one in work if one.sequence.state is not None]
+        budget = self.scheduling.max_step_tokens - len(work)
+        self._draft(work, budget // 2 if prompts else budget)
+        budget -= sum(len(one.proposal.ids) for one in work)
+        if work:
+            budget = min(budget, self._share.rows)
+        for sequence in prompts:
+            if budget <= 0:
+                break
+            if sequence.state is None:
+                continue
+            rows = chunk_rows(
+                sequence.num_done, self._chunk_stop(sequence), budget, self.model.config.attention.sliding_window
+            )
+            reserve = functools.partial(self._reserve, num_tokens=sequence.num_done + rows)
+            if self._guarded(reserve, sequence) and sequence.state is not None:
+                work.append(_Work(sequence, rows))
+                budget -= rows
+        return [one for one in work if one.sequence.state is not None]
+
+    def _chunk_stop(self, sequence: Sequence) -> int:
+        """Where a sequence's chunk ends at the latest: before its prompt's last token, at its end, at the newest token.
+
+        The last token of a prompt may change next time: it runs alone, and what stands before it is kept.
+        """
+        if sequence.num_done >= sequence.num_prompt:
+            return len(sequence.tokens) - 1
+        return sequence.num_prompt - self._has_boundary(sequence)
+
+    def _has_boundary(self, sequence: Sequence) -> bool:
+        keeps = sequence.lease is not None and sequence.lease.keep
+        return keeps and sequence.num_done < sequence.num_prompt - 1
+
+    def _draft(self, work: list[_Work], num_rows: int) -> None:
+        """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
+        self._drafted_s = 0.0
+        if self.drafter is None or num_rows <= 0:
             return
-        sequence.emit(token)
-        if len(sequence.generated) >= sequence.max_tokens:
-            self._leave(sequence, "length")
+        most = self.model.config.draft.block_size
+        wanted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
+        pays = self._pace.drafts(len(work)) if any(one.sequence.request.draft == "auto" for one in wanted) else False
+        drafted = [
+            one
+            for one in wanted
+            if one.sequence.request.draft == "on" or (one.sequence.request.draft == "auto" and pays)
+        ]
+        if not drafted:
+            return
+        began = time.monotonic()
+        asked = []
+        for one in drafted:
+            assert one.sequence.sampler is not None
+            asked.append(
+                DraftRequest(
+                    state=one.sequence.state,
+                    tokens=one.sequence.tokens,
+                    sampling=one.sequence.request.sampling,
+                    limit=min(most, self._tokens_left(one.sequence) - 1),
+                    generator=one.sequence.sampler.draft_generator,
+                )
+            )
+        try:
+            proposals = self.drafter.propose(asked)
+            for proposal in proposals:
+                if proposal.ids and not 0 <= min(proposal.ids) <= max(proposal.ids) < self.model.config.vocab_size:
+                    raise ShapeError(f"a drafter proposed ids outside the vocabulary: {proposal.ids}")
+            pairs = list(zip(asked, proposals, strict=True))
+        except Exception:  # drafts only make answers faster
+            log.warning("the drafter failed; the step runs without drafts", exc_info=True)
+            return
+        proposals = [proposal.cut(request.limit) for request, proposal in pairs]
+        # without confidences there is nothing to weigh a row's cost against
+        told = any(proposal.confidence is not None for proposal in proposals)
+        cost = self._cost.seconds if told else None
+        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost)
+        for one, proposal, width in zip(drafted, proposals, widths, strict=True):
+            one.proposal = proposal.cut(self._width_with_room(one.sequence, width))
+        self._drafted_s = time.monotonic() - began
+        self.metrics.draft_s += self._drafted_s
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        return sequence.max_tokens - sequence.num_generated
+
+    def _width_with_room(self, sequence: Sequence, width: int) -> int:
+        """As many of the drafts as find pages; nobody is set aside for them."""
+        if self.cache is None or sequence.lease is None or width == 0:
+            return width
+        first = sequence.num_done + 1
+        if self.cache.reserve(sequence.lease, first + width, sequence.num_done, self._protected()):
+            return width
+        return min(width, len(sequence.lease.table.pages) * PAGE_TOKENS - first)
+
+    def _part(self, work: _Work) -> Part:
+        sequence = work.sequence
+        start = sequence.num_done
+        ids_T = self._ids((*sequence.tokens[start : start + work.num_rows], *work.proposal.ids))
+        in_prompt = start < sequence.num_prompt
+        return Part(
+            state=sequence.state,
+            ids_T=ids_T,
+            prompt_tokens=sequence.num_prompt if in_prompt else None,
+            silent=sequence.status is Status.PREFILL and not in_prompt,
+        )
+
+    def _take_apart(self, work: list[_Work], error: Exception) -> None:
+        """A step failed: everybody in it goes back to where it began and runs alone next; who fails alone ends."""
+        broken = [one for one in work if one.sequence.lease is not None and one.sequence.lease.broken]
+        for one in broken:
+            log.warning("request %s starts again: %s", one.sequence.request.id, error)
+            self._restart(one.sequence)
+        work = [one for one in work if one not in broken]
+        if len(work) == 1 and not broken:
+            log.error("request %s failed", work[0].sequence.request.id, exc_info=error)
+            self._leave(work[0].sequence, "error", error=f"{type(error).__name__}: {error}")
+            return
+        log.warning("a step of %d sequences failed, they run one by one", len(work), exc_info=error)
+        for one in work:
+            one.sequence.alone = True
+            if one.mark is not None:
+                one.sequence.state.reset(one.mark)
+            else:
+                # a chunk may have overwritten windows that it still needs
+                self._restart(one.sequence)
+
+    def _note(self, work: list[_Work], began: float) -> float:
+        """Count the step's rows and learn how long such steps take; the seconds of this one."""
+        now = time.monotonic()
+        self._num_steps += 1
+        rows = self.metrics.rows
+        total = 0
+        for one in work:
+            phase = one.sequence.phase if one.sequence.status is Status.PREFILL else "decode"
+            rows[phase] = rows.get(phase, 0) + one.num_rows
+            if one.proposal.ids:
+                rows["verify"] = rows.get("verify", 0) + len(one.proposal.ids)
+            total += one.num_rows + len(one.proposal.ids)
+        rate = total / max(now - began, 1e-6)
+        self._rows_s = rate if not self._rows_s else 0.9 * self._rows_s + 0.1 * rate
+        self.metrics.steps += 1
+        self.metrics.step_s += now - began
+        if any(one.sequence.status is Status.DECODE for one in work):
+            if self._last_tokens_s:
+                self._share.note(now - self._last_tokens_s)
+            self._last_tokens_s, self._since_decode = now, 0
+        else:
+            self._since_decode += 1
+            if not any(sequence.status is Status.DECODE for sequence in self._running):
+                self._last_tokens_s = 0.0
+        return now - began
+
+    def _absorb_chunk(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
+        """Rows of a prompt, or of answer tokens that were known already, have run."""
+        at_boundary = self._has_boundary(sequence)
+        sequence.num_done += work.num_rows
+        sequence.num_run += work.num_rows
+        if at_boundary and sequence.num_done == sequence.num_prompt - 1:
+            self._publish_end(sequence)
+        else:
+            self._publish(sequence)
+        if sequence.num_done <= sequence.num_prompt:
+            sequence.emit(Progress(sequence.num_done, sequence.num_prompt))
+        if sequence.remaining == 0:
+            sequence.status = Status.DECODE
+            self._start_forks(sequence, rows_TV[-1])
+            self._take(sequence, rows_TV, Proposal())
+        elif sequence.remaining == 1 and sequence.num_generated:
+            sequence.status = Status.DECODE
+
+    def _start_forks(self, sequence: Sequence, logits_V: Tensor) -> None:
+        """Those who wait for a prompt's end take their first token there; who finds no room starts by itself."""
+        forks, sequence.forks = sequence.forks, []
+        for child in forks:
+            child.waits_for = None
+            if child.cancelled:
+                continue
+
+            def begin(child: Sequence) -> None:
+                if self._start_beside(child, sequence, sequence.num_done):
+                    self._take(child, logits_V[None], Proposal())
+
+            self._guarded(begin, child)
+
+    def _absorb_tokens(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
+        """A generated token and its drafts have run: as many of them stand as the sampler agrees with."""
+        sequence.width = len(work.proposal.ids)
+        self._take(sequence, rows_TV, work.proposal)
+
+    def _take(self, sequence: Sequence, rows_TV: Tensor, proposal: Proposal) -> None:
+        """The tokens that a step's logits give: one for each draft that is accepted, and one more."""
+        assert sequence.sampler is not None
+        taken: list[Token] = []
+        for place in range(rows_TV.shape[0]):
+            draft_id = proposal.ids[place] if place < len(proposal.ids) else None
+            probs = None if proposal.probs is None or draft_id is None else proposal.probs[place]
+            token = sequence.sampler(rows_TV[place], draft_id, probs)
+            taken.append(token)
+            if self._end(sequence, taken) is not None or token.id != draft_id:
+                break
+        self._accept(sequence, taken, proposal, num_rows=rows_TV.shape[0])
+
+    def _end(self, sequence: Sequence, taken: list[Token]) -> FinishReason | None:
+        """Whether the newest of these tokens ends the answer."""
+        if taken[-1].id in sequence.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if sequence.num_generated + len(taken) >= sequence.max_tokens else None
+
+    def _accept(self, sequence: Sequence, taken: list[Token], proposal: Proposal, *, num_rows: int) -> None:
+        """Tokens that were chosen after a step of `num_rows` rows."""
+        reason = self._end(sequence, taken)
+        sequence.first_token_s = sequence.first_token_s or time.monotonic()
+        if sequence.num_done < len(sequence.tokens):
+            # the newest token's row and those of the accepted drafts stand; the others never were
+            sequence.num_done += len(taken)
+            sequence.drafted += len(proposal.ids)
+            sequence.accepted += len(taken) - 1
+            sequence.draft_steps += bool(proposal.ids)
+            if len(taken) < num_rows:
+                sequence.state.roll_back(sequence.num_done)
+        sequence.tokens += [token.id for token in taken]
+        self._publish(sequence)
+        self._send(sequence, taken[:-1] if reason == "stop" else taken)
+        if reason is not None:
+            self._leave(sequence, reason)
+
+    def _send(self, sequence: Sequence, tokens: Iterable[Token]) -> None:
+        for token in tokens:
+            sequence.said.append(token)
+            sequence.emit(token)
 
     def _guarded(self, action: Callable[[Sequence], object], sequence: Sequence) -> bool:
         """Run one sequence's part of a step; its failure ends it alone. False if it failed."""
         try:
             action(sequence)
+        except LoadFailed as error:
+            log.warning("request %s starts again: %s", sequence.request.id, error)
+            self._restart(sequence)
+            return False
         except Exception as error:  # one request's failure must not end the engine, whatever it is
-            log.exception("request %s failed", sequence.request.id)
+            log.exception(
+                "request %s failed", sequence.request.id, extra={"fields": {"request_id": sequence.request.id}}
+            )
             self._leave(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
 
     # -- leaving
 
-    def _written(self, sequence: Sequence) -> tuple[int, ...]:
-        """The tokens whose rows have run: all but the newest."""
-        return (*sequence.request.prompt_ids, *sequence.generated)[: sequence.state.num_tokens]
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer the whole pages of the rows that have run."""
+        lease = sequence.lease
+        if self.cache is not None and lease is not None and sequence.num_done >= lease.published + PAGE_TOKENS:
+            self.cache.publish(lease, sequence.keys(sequence.num_done))
 
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
@@ -542,12 +1046,7 @@ class Engine:
         # while cached tokens run again their halves of pairs are not there: nothing to go on from
         whole = state.num_held == state.num_tokens
         snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
-        self.cache.publish_end(sequence.lease, self._written(sequence), snapshot)
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        """Before a state is read: what the runner holds of it comes back."""
-        if self._runner is not None:
-            self._runner.leave(sequence.state)
+        self.cache.publish_end(sequence.lease, sequence.keys(sequence.num_done), snapshot)
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:
         # a state that failed may not be able to answer
@@ -556,10 +1055,14 @@ class Engine:
         if self.cache is not None and sequence.lease is not None:
             if reason in ("stop", "length"):
                 self._publish_end(sequence)
+            elif reason == "error" and sequence.lease.plan.cached_tokens:
+                self.cache.distrust(sequence.lease, sequence.keys(len(sequence.tokens)))
             self.cache.release(sequence.lease)
         if self._runner is not None:
             self._runner.forget(sequence.state)
         sequence.state = sequence.aside = sequence.lease = None
+        for child in sequence.forks:
+            child.waits_for = None
         with self._changed:
             for line in (self._waiting, self._running):
                 if sequence in line:
@@ -578,13 +1081,17 @@ class Engine:
         plan = Plan() if sequence.lease is None else sequence.lease.plan
         return Finished(
             reason=reason,
-            prompt_tokens=len(sequence.request.prompt_ids),
-            completion_tokens=len(sequence.generated),
+            prompt_tokens=sequence.num_prompt,
+            completion_tokens=sequence.num_generated,
             cached_tokens=plan.cached_tokens,
+            run_tokens=sequence.num_run,
             queue_s=admitted - sequence.submitted_s,
             prefill_s=first - admitted,
             decode_s=now - first,
             cache_bytes=cache_bytes,
+            drafted_tokens=sequence.drafted,
+            accepted_tokens=sequence.accepted,
+            draft_steps=sequence.draft_steps,
             error=error,
             resume=plan.grade,
             cache_tier=plan.tier,

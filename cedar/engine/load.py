@@ -7,13 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import cedar
 from cedar.chat.encode import END_OF_ANSWER
 from cedar.chat.tokenizer import EOS, Tokenizer
+from cedar.checkpoint.digest import weights_digest
 from cedar.config.load import load_config
-from cedar.config.model import ModelConfig
+from cedar.config.model import PAGE_TOKENS, ModelConfig
 from cedar.config.serve import GenerationDefaults, ServeConfig, load_generation_defaults
 from cedar.engine.request import SamplingParams
 from cedar.errors import ConfigError
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # goes up when the bytes of a page, or what they depend on, change
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# device and dtype that `load_model` picks, the first where there is no GPU
+NUMERICS = ("cpu-float32", "cuda-bfloat16")
 BUNDLED = "bundled"
 BUNDLED_NAME = "cedar"
 
@@ -133,8 +136,18 @@ def open_model(path: str | Path = BUNDLED, *, name: str | None = None) -> ModelF
     )
 
 
-def load_model(files: ModelFiles, *, device: str | None = None, dtype: torch.dtype | None = None) -> Transformer:
+def load_model(
+    files: ModelFiles,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    engram: Literal["memory", "mapped", "disk"] = "memory",
+    engram_cache_bytes: int = 256 * 2**20,
+) -> Transformer:
     """The model, ready to run: on the GPU in bfloat16 if there is one, else on the CPU in float32.
+
+    Args:
+        engram: Where Engram's tables lie, see `cedar.checkpoint.read.read_checkpoint`.
 
     Raises:
         FormatError: The checkpoint is not what its config says.
@@ -145,28 +158,27 @@ def load_model(files: ModelFiles, *, device: str | None = None, dtype: torch.dty
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    return read_checkpoint(files.path, dtype=dtype, device=device)
+    return read_checkpoint(files.path, dtype=dtype, device=device, engram=engram, engram_cache_bytes=engram_cache_bytes)
 
 
-def fingerprint(files: ModelFiles) -> bytes:
+def fingerprint(files: ModelFiles, numerics: str) -> bytes:
     """What pages of this model are kept under: another config, other weights or another format see none of them.
 
-    It reads the config, the index and the head of each shard, not the weights: a shard that was written anew
-    differs in size, in its header or in its time of writing.
+    It follows from the config's values, the tokenizer (Engram's addresses depend on it) and every byte of the
+    weights, wherever they lie and whatever they are called.
+
+    Args:
+        numerics: One of `NUMERICS`: what computed the bytes. They differ in the last bit from one to the other.
     """
-    running = hashlib.sha256(f"cedar pages {FORMAT_VERSION}".encode())
-    for name in ("config.json", "model.safetensors.index.json"):
-        file = files.path / name
-        running.update(file.read_bytes() if file.exists() else b"")
-    for shard in sorted(files.path.glob("*.safetensors")):
-        about = shard.stat()
-        running.update(f"{shard.name} {about.st_size} {about.st_mtime_ns}".encode())
-        with shard.open("rb") as opened:
-            running.update(opened.read(min(int.from_bytes(opened.read(8), "little"), 2**24)))
+    running = hashlib.sha256(f"cedar pages {FORMAT_VERSION} {numerics} {files.config!r}".encode())
+    running.update(files.tokenizer.fingerprint.encode())
+    running.update(weights_digest(files.path))
     return running.digest()
 
 
-def open_store(files: ModelFiles, config: ServeConfig, *, read_only: bool = False) -> PageStore:
+def open_store(
+    files: ModelFiles, config: ServeConfig, *, numerics: str = NUMERICS[0], read_only: bool = False
+) -> PageStore:
     """The disk tier of a model; needs no torch.
 
     Raises:
@@ -180,11 +192,36 @@ def open_store(files: ModelFiles, config: ServeConfig, *, read_only: bool = Fals
         raise ConfigError("there is no disk tier: give a cache directory")
     return PageStore(
         config.cache_dir,
-        fingerprint=fingerprint(files),
+        fingerprint=fingerprint(files, numerics),
         payload_bytes=page_bytes(files.config),
         budget_bytes=config.cache_disk_bytes,
+        day_bytes=config.cache_day_bytes,
         read_only=read_only,
     )
+
+
+def context_tokens(files: ModelFiles, config: ServeConfig) -> int:
+    """Longest prompt plus answer that such a server takes: what the model, its pages and the setting all allow.
+
+    Raises:
+        ConfigError: `cache_bytes` holds fewer than two pages, or fewer tokens than `max_context` asks for.
+    """
+    from cedar.planner.kv import page_bytes
+
+    num_pages = config.cache_bytes // page_bytes(files.config)
+    if num_pages < 2:
+        raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
+    # a sequence must fit alone, beside a shared copy of its last page
+    held = (num_pages - 1) * PAGE_TOKENS
+    limit = files.config.max_position_embeddings
+    wanted = limit if config.max_context is None else min(config.max_context, limit)
+    if config.max_context is not None and wanted > held:
+        need = (-(-wanted // PAGE_TOKENS) + 1) * page_bytes(files.config)
+        raise ConfigError(
+            f"a context of {wanted:,} tokens needs {need:,} bytes of pages, cache_bytes is {config.cache_bytes:,}, "
+            f"enough for {held:,} tokens: raise --cache-memory or lower --context"
+        )
+    return min(wanted, held)
 
 
 def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
@@ -192,52 +229,80 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
 
     Raises:
         FormatError: The checkpoint is not what its config says, or `cache_dir` holds another format.
-        ConfigError: `cache_bytes` holds less than two pages.
+        ConfigError: As `context_tokens`, or `max_step_tokens` does not hold a row of each of `max_running`.
     """
     from cedar.cache.manager import CacheManager
+    from cedar.cache.shared import SharedStore
+    from cedar.cache.turns import ReplayMap
+    from cedar.checkpoint.read import read_draft
     from cedar.engine.engine import Engine
+    from cedar.engine.scheduler import SchedulerConfig
+    from cedar.engine.speculate import ModelDrafter
     from cedar.model.sequence import Snapshot
     from cedar.planner.kv import page_bytes
 
+    context = context_tokens(files, config)
     num_pages = config.cache_bytes // page_bytes(files.config)
-    if num_pages < 2:
-        raise ConfigError(f"cache_bytes is {config.cache_bytes}, two pages are {2 * page_bytes(files.config)}")
-    model = load_model(files)
+    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes)
+    numerics = f"{model.device.type}-{str(model.dtype).removeprefix('torch.')}"
+    mark = fingerprint(files, numerics)
+    store = None if config.cache_dir is None else open_store(files, config, numerics=numerics)
+    shared = None
+    if config.cache_shared is not None:
+        shared = SharedStore(
+            config.cache_shared,
+            fingerprint=mark,
+            payload_bytes=page_bytes(files.config),
+        )
+    turns = None
+    if config.exact_turn_replay:
+        turns = ReplayMap(files.tokenizer, mark, max_turns=config.replay_turns, store=store)
     cache = CacheManager(
         files.config,
         num_pages=num_pages,
         dtype=model.dtype,
         device=model.device,
         strict=config.strict_cache,
-        snapshot_bytes=config.snapshot_bytes,
+        snapshot_bytes=config.snapshot_budget,
         snapshot_ttl_s=config.snapshot_ttl_s,
-        fingerprint=fingerprint(files),
-        store=None if config.cache_dir is None else open_store(files, config),
+        fingerprint=mark,
+        host_bytes=config.cache_host_bytes if shared is not None or model.device.type != "cpu" else 0,
+        store=store,
+        shared=shared,
         read_snapshot=Snapshot.from_bytes,
+        turns=turns,
     )
+    runner = _open_runner(model, cache, config)
+    # a graph's step is shorter than a drafted one run op by op
+    draft = read_draft(files.path, model) if config.draft and runner is None else None
+    if draft is not None:
+        draft.attach()
     return Engine(
         model,
-        runner=_open_runner(model, cache, config),
-        max_context=config.max_context,
-        prefill_chunk=config.prefill_chunk,
+        runner=runner,
+        drafter=None if draft is None else ModelDrafter(draft, files.defaults.draft_confidence_temperatures),
+        max_context=context,
         max_waiting=config.max_waiting,
-        max_running=config.max_running,
+        scheduling=SchedulerConfig(
+            max_running=config.max_running,
+            # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
+            max_step_tokens=config.max_step_tokens or (272 if model.device.type == "cpu" else 4096),
+            target_tpot_s=config.target_tpot_s,
+        ),
         cache=cache,
     )
 
 
 def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig) -> DecodeRunner | None:
     """Graphs for decoding, made beforehand; None, with the reason in the log, where they cannot be."""
-    from cedar.engine import runner
+    from cedar.engine.runner import DecodeRunner, unavailable
 
-    reason = runner.unavailable(model, cache, exact=config.strict_cache)
+    reason = unavailable(model, cache, exact=config.strict_cache)
     if reason:
         log.info("decoding runs op by op: %s", reason)
         return None
     try:
-        graphs = runner.DecodeRunner(
-            model, cache, max_rows=config.max_running, max_context=config.context(model.config)
-        )
+        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=config.context(model.config))
         graphs.warm_up()
     except Exception:  # a driver or a kernel that this machine does not take must not keep the server down
         log.warning("decoding runs op by op: the graphs could not be made", exc_info=True)

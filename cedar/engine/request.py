@@ -6,10 +6,13 @@ import math
 import queue
 import uuid
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
 
 DecoderReplay = Literal["bounded", "exact20", "exact", "off"]
 Replay = Literal["bounded", "exact", "off"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+Drafting = Literal["on", "off", "auto"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +103,17 @@ class Request:
         constraint: What the answer must look like; it belongs to this request alone.
         decoder_replay: Rows that the decoder half runs during prefill (serving.md 1.2).
         replay: What a cache hit may be: `bounded` may approximate, `exact` may not, `off` starts cold.
+        images: Where images stand in the prompt, and which; what a cache knows of their positions.
         salt: Prompts of different salts never share a cached token.
         keep: Whether what this request computes may serve later ones.
         priority: Higher ones start first, and are set aside last when memory is short.
+        draft: `on` drafts in every step, `off` in none, `auto` where that has been the faster way; it never decides
+            which tokens come, only when.
+        timeout_s: The request ends with reason `timeout` if its first token has not come after so long; as that
+            time draws near it goes before others of its priority.
+
+    Raises:
+        RequestError: A timeout of no time.
     """
 
     prompt_ids: tuple[int, ...]
@@ -110,9 +122,16 @@ class Request:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     decoder_replay: DecoderReplay = "bounded"
     replay: Replay = "bounded"
+    images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     keep: bool = True
     priority: int = 0
+    draft: Drafting = "auto"
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise RequestError(f"timeout_s is {self.timeout_s}, expected more than 0 seconds", param="timeout_s")
 
 
 def check_room(num_prompt: int, wanted: int | None, context: int) -> int:
@@ -150,13 +169,24 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The answer is its first `num_tokens` tokens again; those that came after them are taken back."""
+
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """The last event of a request.
 
     Attributes:
-        completion_tokens: Tokens generated, a stop token included.
+        completion_tokens: Tokens generated, a stop token included; of a fork, the inherited ones too.
+        drafted_tokens: Tokens that were proposed and verified.
+        accepted_tokens: Those among them that became part of the answer.
+        draft_steps: Steps that verified any.
         cached_tokens: Tokens of the prompt that a cache held already.
+        run_tokens: Rows of the prompt that ran, cached ones that ran again included.
         cache_bytes: What the sequence's cache held at the end.
         error: Why, for the reason `error`.
         resume: How the prompt started (serving.md 2.1).
@@ -167,16 +197,25 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    run_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_steps: int = 0
     error: str = ""
     resume: Literal["cold", "g0", "g1", "g2", "g3"] = "cold"
-    cache_tier: Literal["none", "memory", "disk"] = "none"
+    cache_tier: Literal["none", "memory", "host", "disk", "shared"] = "none"
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Cached tokens whose rows ran again: windows that nobody kept."""
+        return max(0, self.run_tokens - (self.prompt_tokens - self.cached_tokens))
 
 
-Event = Progress | Token | Finished
+Event = Progress | Token | Rewound | Finished
 
 
 class Handle:
@@ -212,11 +251,21 @@ class Sequence:
     """A request while the engine works on it; only the engine's thread changes it after submission.
 
     Attributes:
+        tokens: Prompt and answer so far.
+        prompt_keys: The prompt as a cache knows it, images and all.
+        said: The answer's tokens as they were sent.
         state: The model's state of this sequence, None before admission and while preempted.
         lease: Its pages, None before admission and without a cache.
         aside: What a preempted sequence goes on from: a snapshot and its pages' bytes.
-        num_prefilled: Prompt tokens done, those that a cache held included.
-        num_run: Prompt rows that ran, those that ran again included.
+        num_done: Tokens whose rows have run, those that a cache held included.
+        num_run: Rows of the prompt, and of answer tokens that were known already, that ran for this request.
+        looked_far: The shared tier was asked for its pages.
+        fetch: The answer, None if there is nothing to wait for.
+        width: Drafts that its last step verified.
+        drafted, accepted, draft_steps: Drafts verified so far, those that stood, steps that verified any.
+        alone: A step that it was part of failed, so its next one has no company.
+        waits_for: Whose prompt's end it starts from.
+        forks: Who starts from its prompt's end.
         cancelled: Set by anyone; the engine's thread ends the sequence at its next step.
     """
 
@@ -224,15 +273,65 @@ class Sequence:
     emit: Callable[[Event], None]
     max_tokens: int
     submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    said: list[Token] = field(default_factory=list)
     status: Status = Status.WAITING
     state: Any = None
     sampler: Sampler | None = None
     lease: Lease | None = None
     aside: tuple[Any, list[bytes]] | None = None
-    num_prefilled: int = 0
+    fetch: Future[None] | None = None
+    looked_far: bool = False
+    num_done: int = 0
     num_run: int = 0
     reserved_pages: int = 0
-    generated: list[int] = field(default_factory=list)
+    width: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    stepped: int = 0
+    alone: bool = False
+    waits_for: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_keys: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
+
+    def keys(self, stop: int) -> Several[int]:
+        """The first `stop` tokens as a cache knows them."""
+        if not self.request.images:
+            return self.tokens[:stop]
+        return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose rows have still to run before the next one is chosen."""
+        return len(self.tokens) - self.num_done
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the first token must have come, None once it has."""
+        if self.request.timeout_s is None or self.first_token_s:
+            return None
+        return self.submitted_s + self.request.timeout_s
+
+    @property
+    def phase(self) -> str:
+        """The status in the words of the metrics: rows that a cache held run in `replay`, drafts in `verify`."""
+        if self.status is Status.PREFILL and self.lease is not None and self.num_done < self.lease.plan.cached_tokens:
+            return "replay"
+        if self.status is Status.PREFILL and self.num_done >= self.num_prompt:
+            return "replay"
+        return "verify" if self.status is Status.DECODE and self.width else self.status.value

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cedar.engine.request import Constraint, SamplingParams, Token
 
+_DRAFT_STREAM = 0x5DEECE66D
 # random numbers drawn at once
 _DRAWS = 32
 
@@ -26,16 +27,56 @@ def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
     Filters apply in the order top-k, top-p, min-p, all after the temperature.
     """
+    token_K, weight_K = _weights(logits_V, params)
+    place = _draw(weight_K, uniform)
+    return place if token_K is None else int(token_K[place])
+
+
+def choose_against(
+    logits_V: Tensor, params: SamplingParams, draft_id: int, draft_prob_V: Tensor, uniforms: tuple[float, float]
+) -> int:
+    """A token distributed as `choose` gives it, equal to the draft as often as that allows.
+
+    With p the distribution that the parameters make of the logits and q the one that the draft was drawn from: the
+    draft with probability min(1, p / q), else a token of max(p - q, 0).
+
+    Source: engram-dspark-vision-chat.md 2.4.
+    """
+    token_K, weight_K = _weights(logits_V, params)
+    p_V = weight_K / weight_K.sum()
+    if token_K is not None:
+        p_V = torch.zeros(len(logits_V), dtype=p_V.dtype).scatter_(0, token_K, p_V)
+    q_V = draft_prob_V.to("cpu", p_V.dtype)
+    if uniforms[0] * q_V[draft_id] < p_V[draft_id]:
+        return draft_id
+    rest_V = (p_V - q_V).clamp(min=0)
+    # p and q equal but for rounding: nothing is left over
+    return _draw(rest_V if rest_V.sum() > 1e-8 else p_V, uniforms[1])
+
+
+def draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, Tensor]:
+    """(a draft's token, the distribution [V] it was drawn from), by the parameters' temperature and filters."""
+    logits_V = logits_V.to("cpu", torch.float32)
+    token_K, weight_K = _weights(logits_V, params)
+    place = _draw(weight_K, _uniform(generator))
+    prob_K = weight_K / weight_K.sum()
+    if token_K is None:
+        return place, prob_K
+    return int(token_K[place]), torch.zeros(len(logits_V), dtype=prob_K.dtype).scatter_(0, token_K, prob_K)
+
+
+def _weights(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
+    """(token ids, their weights) of what may be chosen; ids None where every token is there."""
     highest = logits_V.max()
     if not math.isfinite(highest):
         raise ArithmeticError(f"the model's logits are not finite (highest {float(highest)})")
     if params.temperature == 0:
         # the first of equals: argmax does not promise which one it takes
-        return int((logits_V == highest).nonzero()[0])
+        return (logits_V == highest).nonzero()[0], torch.ones(1, dtype=torch.float64)
     # relative to the highest, so that no temperature overflows
     scaled_V = (logits_V.double() - highest) / params.temperature
     if not (params.top_k or params.top_p < 1 or params.min_p):
-        return _draw(scaled_V.exp(), uniform)
+        return None, scaled_V.exp()
     scaled_K, token_K = scaled_V.sort(descending=True, stable=True)
     if params.top_k:
         scaled_K = scaled_K[: params.top_k]
@@ -44,7 +85,7 @@ def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
         before_K = weight_K.cumsum(0) - weight_K
         weight_K = weight_K[before_K < params.top_p * weight_K.sum()]
     weight_K = weight_K[weight_K >= params.min_p * weight_K[0]]
-    return int(token_K[_draw(weight_K, uniform)])
+    return token_K[: len(weight_K)], weight_K
 
 
 def _draw(weight_K: Tensor, uniform: float) -> int:
@@ -52,6 +93,10 @@ def _draw(weight_K: Tensor, uniform: float) -> int:
     index = int(torch.searchsorted(running_K, uniform * running_K[-1], right=True))
     # rounding may carry the last edge to the end; never land on a token of no weight
     return min(index, int(weight_K.nonzero()[-1]))
+
+
+def _uniform(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
 class Sampler:
@@ -72,13 +117,17 @@ class Sampler:
         self._has_penalty = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
+        self._prompt_seen = frozenset(self._seen)
         # the next random numbers, last first: drawn many at a time, they are the same numbers
         self._draws: list[float] = []
-        self._generator = torch.Generator()
+        self._generator, self.draft_generator = torch.Generator(), torch.Generator()
         if params.seed is None:
             self._generator.seed()
+            self.draft_generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+            # another stream, so that a seeded answer draws the same numbers with drafts and without
+            self.draft_generator.manual_seed(params.seed ^ _DRAFT_STREAM)
 
     @property
     def params(self) -> SamplingParams:
@@ -96,36 +145,73 @@ class Sampler:
         return self._draws[-1]
 
     def take(self, token_id: int) -> Token:
-        """What `cedar.kernels.sampling.choose_rows` chose.
+        """What `cedar.kernels.sampling` chose.
 
         Raises:
             ArithmeticError: It found logits that are not finite.
         """
         if token_id < 0:
             raise ArithmeticError("the model's logits are not finite")
-        self.uniform()
-        self._draws.pop()
+        self._spend()
+        self._note(token_id)
         return Token(token_id)
 
-    def __call__(self, logits_V: Tensor) -> Token:
+    def _spend(self) -> float:
+        """The random number of this token; the next one gets another."""
+        uniform = self.uniform()
+        self._draws.pop()
+        return uniform
+
+    def __call__(self, logits_V: Tensor, draft_id: int | None = None, draft_prob_V: Tensor | None = None) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
 
         Penalties and biases come first, then the constraint, then temperature and filters.
+
+        Args:
+            draft_id: What a drafter proposed here; the token is distributed as without it.
+            draft_prob_V: The distribution that the draft was drawn from, None if no chance was involved: the
+                token is then the very same as without a draft.
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
-        token_id = choose(self._permitted(self._weighed(logits_V)), self._params, self.uniform())
-        self._draws.pop()
-        if self._has_penalty:
-            self._counts[token_id] += 1
-            self._seen.add(token_id)
-        if self._constraint is not None:
-            self._constraint.accept(token_id)
+        uniform = self._spend()
+        permitted_V = self._permitted(self._weighed(logits_V))
+        if draft_id is None or draft_prob_V is None or self._params.temperature == 0:
+            token_id = choose(permitted_V, self._params, uniform)
+        else:
+            uniforms = uniform, _uniform(self.draft_generator)
+            token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, uniforms)
+        self._note(token_id)
         if self._params.logprobs is None:
             return Token(token_id)
         logprob_V = logits_V.log_softmax(0)
         top = torch.topk(logprob_V, min(self._params.logprobs, logprob_V.numel()))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return Token(token_id, float(logprob_V[token_id]), tuple(pairs))
+
+    def inherit(self, token_ids: Sequence[int]) -> None:
+        """The answer begins with tokens that this sampler did not choose; its random numbers for them are spent."""
+        for token_id in token_ids:
+            self._spend()
+            self._note(token_id)
+
+    def rewind(self, token_ids: Sequence[int], constraint: Constraint | None) -> None:
+        """The answer is `token_ids` again; random numbers go on, so what follows may differ from what was.
+
+        Args:
+            constraint: A fresh one, that has accepted nothing.
+        """
+        self._constraint = constraint
+        self._counts.clear()
+        self._seen = set(self._prompt_seen)
+        for token_id in token_ids:
+            self._note(token_id)
+
+    def _note(self, token_id: int) -> None:
+        if self._has_penalty:
+            self._counts[token_id] += 1
+            self._seen.add(token_id)
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
 
     def _weighed(self, logits_V: Tensor) -> Tensor:
         params = self._params

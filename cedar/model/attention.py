@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def write_window(self, u_TD: Tensor, state: AttentionState) -> None:
         """Window keys of the rows: normed, rotated by the layer's table, rounded by the state."""
-        kv_TC = self.kv_norm(self.wkv(round_input(u_TD, state.rounding), state.rounding))
+        kv_TC = self.kv_norm(self.wkv(round_input(u_TD, state.rounding), state.rounding), state.rounding)
         rotation = state.rotation(compressed=self.plan.ratio > 0)
         state.write_window(self.plan.layer, dense.rotate(kv_TC.unsqueeze(1), *rotation).squeeze(1))
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
     def forward(self, u_TD: Tensor, state: AttentionState, shared: SharedKV) -> tuple[Tensor, SharedKV]:
         """(output [T, D], what the next layer shares). The rows' window keys and entries are written already."""
         rounding, plan = state.rounding, self.plan
-        latent_TQ = self.q_norm(self.wq_a(round_input(u_TD, rounding), rounding))
+        latent_TQ = self.q_norm(self.wq_a(round_input(u_TD, rounding), rounding), rounding)
         latent_TQ = round_input(latent_TQ, rounding)
         query_THC = self.wq_b(latent_TQ, rounding).unflatten(-1, (self.num_heads, self.head_dim))
         cos_TR, sin_TR = state.rotation(compressed=plan.ratio > 0)

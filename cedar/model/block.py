@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cedar.config.layers import LayerPlan
 from cedar.config.model import ModelConfig
+from cedar.config.rounding import Rounding
 from cedar.kernels.mhc import collapse, expand
 from cedar.model.attention import Attention
 from cedar.model.engram import Engram
@@ -44,9 +45,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
         self.ffn = MoE(config, plan.layer, device=device, dtype=dtype)
 
-    def enter(self, streams_TND: Tensor, premix_TN: Tensor) -> tuple[Mixes, Tensor]:
+    def enter(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding | None = None) -> tuple[Mixes, Tensor]:
         """The attention sublayer's mixes and its normed input [T, D]."""
-        return self.hc_attn(streams_TND), self.attn_norm(collapse(streams_TND, premix_TN))
+        return self.hc_attn(streams_TND), self.attn_norm(collapse(streams_TND, premix_TN), rounding)
 
     def attend(
         self, streams_TND: Tensor, mixes: Mixes, u_TD: Tensor, state: AttentionState, shared: SharedKV
@@ -60,6 +61,6 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, RouterStats]:
         """The streams after the MoE, the pre-mix that the next layer's collapse uses, and the routing."""
         mixes = self.hc_ffn(streams_TND)
-        u_TD = self.ffn_norm(collapse(streams_TND, premix_TN))
+        u_TD = self.ffn_norm(collapse(streams_TND, premix_TN), state.rounding)
         y_TD, stats = self.ffn(u_TD, image_T, state.rounding)
         return expand(y_TD, streams_TND, mixes.post_TN, mixes.mixing_TNN), mixes.premix_TN, stats

@@ -40,11 +40,11 @@ class Compressor(nn.Module):
     def forward(self, layer: int, u_TD: Tensor, state: AttentionState) -> tuple[Tensor, Tensor]:
         """(latent entries [E, C] before rotation and rounding, position of each entry's first token [E])."""
         if self.wgate is None:
-            return self.norm(self.wkv(u_TD, state.rounding)), state.positions_T
+            return self.norm(self.wkv(u_TD, state.rounding), state.rounding), state.positions_T
         content_TC = self.wkv(u_TD.float(), state.rounding)
         gate_TC = self.wgate(u_TD.float(), state.rounding)
         content_ERC, gate_ERC, first_E = state.complete_groups(layer, content_TC, gate_TC)
-        return self.norm(pool_groups(content_ERC, gate_ERC).to(u_TD.dtype)), first_E
+        return self.norm(pool_groups(content_ERC, gate_ERC).to(u_TD.dtype), state.rounding), first_E
 
 
 class Indexer(nn.Module):
@@ -69,7 +69,7 @@ class Indexer(nn.Module):
 
     def keys(self, latent_EC: Tensor, rotation: tuple[Tensor, Tensor], rounding: Rounding) -> Tensor:
         """Index keys [E, I] of latent entries, taken before the entries are rotated or rounded."""
-        key_EI = self.k_norm(self.wk(latent_EC.detach(), rounding))
+        key_EI = self.k_norm(self.wk(latent_EC.detach(), rounding), rounding)
         return rotate(key_EI.unsqueeze(1), *rotation).squeeze(1)
 
     def queries(self, latent_TQ: Tensor, u_TD: Tensor, state: AttentionState) -> tuple[Tensor, Tensor]:

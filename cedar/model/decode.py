@@ -132,6 +132,7 @@ class DecodeSlots:
     def stepped(self, state: SequenceState, slot: int) -> None:
         """Tell the host's side of a sequence that its slot went one token on."""
         state.num_tokens += 1
+        state._farthest = max(state._farthest, state.num_tokens)
         for source, store in state.entries.items():
             count = state.num_tokens // self.config.attention.compress_ratios[source]
             store.count = state.keys[source].count = count

@@ -5,6 +5,8 @@ B packs, S rows a pack, T rows, L look-backs, K table columns, N streams, D chan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,8 @@ from cedar.errors import ConfigError
 from cedar.formats.spec import FP8
 from cedar.kernels import engram as engram_ops
 from cedar.kernels.quantize import dequantize_rows, round_rows
-from cedar.model.layers import Linear, round_input
+from cedar.model.layers import Linear, round_input, rounded_weight
+from cedar.model.rows import DiskTable
 
 
 def lookback_ids(ids_BS: Tensor, first_row_BS: Tensor, *, num_lookbacks: int, image_token_id: int) -> Tensor:
@@ -39,12 +42,13 @@ def lookback_ids(ids_BS: Tensor, first_row_BS: Tensor, *, num_lookbacks: int, im
 
 
 class EngramTable(nn.Module):
-    """Rows of the memory: a trainable float table, or the checkpoint's own bytes, in memory or memory-mapped.
+    """Rows of the memory: a trainable float table, or the checkpoint's own bytes: in memory, mapped, or on disk.
 
     Attributes:
         weight: float32 [rows, channels] while training, else None.
         codes: uint8 E4M3 [rows, channels] after `set_packed`, else None.
         scales: uint8 E8M0 [rows, channels / 32] after `set_packed`, else None.
+        disk: Where rows come from after `set_disk`, else None.
     """
 
     codes: Tensor | None
@@ -57,6 +61,7 @@ class EngramTable(nn.Module):
             torch.empty(num_rows, num_channels, device=device, dtype=torch.float32)
         )
         self.codes = self.scales = None
+        self.disk: DiskTable | None = None
 
     def set_packed(self, codes: Tensor, scales: Tensor) -> None:
         """Serve from stored bytes; the float table is dropped. The tensors may be views of a mapped file."""
@@ -64,6 +69,32 @@ class EngramTable(nn.Module):
         assert scales.shape == (self.num_rows, self.num_channels // FP8.group), scales.shape
         self.weight = None
         self.codes, self.scales = codes, scales
+
+    def set_disk(self, disk: DiskTable) -> None:
+        """Serve from rows that are read as they are asked for; the float table is dropped."""
+        assert disk.num_rows == self.num_rows
+        self.weight = None
+        self.disk = disk
+
+    def prefetch(self, row_TK: Tensor) -> None:
+        """These rows are needed soon."""
+        if self.disk is not None:
+            self.disk.prefetch(row_TK.flatten().cpu())
+
+    def stored(self) -> Iterator[Tensor]:
+        """A packed table's bytes: all codes, then all scales."""
+        if self.disk is not None:
+            yield from self.disk.stored()
+            return
+        assert self.codes is not None and self.scales is not None
+        yield self.codes
+        yield self.scales
+
+    def unpack(self) -> None:
+        """Go back to a float table of the same values, to train it."""
+        assert self.codes is not None and self.scales is not None
+        self.weight = nn.Parameter(dequantize_rows(self.codes, self.scales, FP8, torch.float32))
+        self.codes = self.scales = None
 
     def forward(self, row_TK: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
         """[T, K * channels] in column order."""
@@ -73,6 +104,10 @@ class EngramTable(nn.Module):
                 # rounding picked rows equals rounding the table: each row has scales of its own
                 picked = round_rows(picked, FP8)
             return picked.to(dtype).flatten(1)
+        if self.disk is not None:
+            codes, scales = (part.unflatten(0, row_TK.shape) for part in self.disk.get(row_TK.flatten().cpu()))
+            rows = dequantize_rows(codes.to(row_TK.device), scales.to(row_TK.device), FP8, dtype)
+            return rows.flatten(1)
         assert self.codes is not None and self.scales is not None
         where = row_TK.to(self.codes.device)
         rows = dequantize_rows(self.codes[where], self.scales[where], FP8, dtype)
@@ -121,6 +156,11 @@ class Engram(nn.Module):
     prime_K: Tensor
     offset_K: Tensor
 
+    def prefetch(self, compressed_TL: Tensor) -> None:
+        """Rows of these look-backs are needed soon; nothing happens unless the table is on disk."""
+        if self.embed.disk is not None:
+            self.embed.prefetch(engram_ops.engram_rows(compressed_TL, self.multiplier_L, self.prime_K, self.offset_K))
+
     def forward(self, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor, rounding: Rounding) -> Tensor:
         """The streams with the memory added.
 
@@ -133,7 +173,10 @@ class Engram(nn.Module):
         kv_TX = self.wkv(round_input(memory_TX, rounding), rounding)
         key_TND = kv_TX[:, : self.num_streams * self.hidden].unflatten(-1, (self.num_streams, self.hidden))
         value_TD = kv_TX[:, self.num_streams * self.hidden :]
-        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, self.q_weight, self.k_weight, self.eps)
+        gains: list[Tensor] = [self.q_weight, self.k_weight]
+        if rounding.weights:
+            gains = [rounded_weight(gain_ND, "bf16") for gain_ND in gains]
+        return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, gains[0], gains[1], self.eps)
 
 
 class TokenMap(nn.Module):

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 
 import torch
-from torch import Tensor
-
-from cedar.model.transformer import Transformer
+from torch import Tensor, nn
 
 Fill = Callable[[Tensor, torch.Generator], None]
 
@@ -47,10 +45,13 @@ def _mix_base(tensor: Tensor, generator: torch.Generator) -> None:
     tensor[2 * num_streams :] = (4.0 * identity).flatten()
 
 
-# first match wins; names as in `Transformer.named_parameters`
+# first match wins; names as in `Transformer.named_parameters` and `Draft.named_parameters`
 TABLE: tuple[tuple[str, Fill], ...] = (
     ("embed.weight", _normal(0.02)),
     ("head.weight", _normal(0.02)),
+    ("*.markov_head.*.weight", _normal(0.02)),
+    # the draft starts with even odds for every token
+    ("*.confidence_head.proj.weight", _constant(0.0)),
     ("*.engram.embed.weight", _normal(0.02)),
     # the memory starts as nothing: its value rows are small, so the module is close to the identity
     ("*.engram.wkv.weight", _normal(0.02)),
@@ -70,7 +71,7 @@ TABLE: tuple[tuple[str, Fill], ...] = (
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Fill all parameters; the same seed gives the same values on every device.
 
     Routing biases are zeroed. The order of draws is the order of names, so a layer that is added at the end

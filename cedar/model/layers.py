@@ -82,8 +82,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return dense.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, rounding: Rounding | None = None) -> Tensor:
+        """`rounding` says whether the gain is rounded as its checkpoint holds it (training)."""
+        rounds = rounding is not None and rounding.weights
+        return dense.rms_norm(x, rounded_weight(self.weight, "bf16") if rounds else self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):

@@ -25,9 +25,9 @@ class Mixes(NamedTuple):
     post_TN: Tensor
     mixing_TNN: Tensor
 
-    def rows(self, start: int) -> Mixes:
-        """The same for the rows from `start` on."""
-        return Mixes(self.premix_TN[start:], self.post_TN[start:], self.mixing_TNN[start:])
+    def rows(self, kept: slice | Tensor) -> Mixes:
+        """The same for some of the rows."""
+        return Mixes(self.premix_TN[kept], self.post_TN[kept], self.mixing_TNN[kept])
 
 
 class HyperConnection(nn.Module):

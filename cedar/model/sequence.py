@@ -35,6 +35,7 @@ class RowStore:
     def __init__(self, num_channels: int, spec: FormatSpec | None, dtype: torch.dtype, device: torch.device) -> None:
         self.count = 0
         self.device = device
+        self.dtype = dtype
         self._num_channels, self._spec, self._dtype = num_channels, spec, dtype
         if spec is None:
             self._planes = [torch.zeros(0, num_channels, dtype=dtype, device=device)]
@@ -130,6 +131,8 @@ class EntryStore(Protocol):
 MakeStore = Callable[[Literal["entries", "keys"], int], EntryStore]
 
 
+# the rows of a step from one on, or by number where there are several sequences; None keeps all
+Kept = slice | Tensor | None
 # tails, and the counts of entries and keys by source
 Mark = tuple[dict[int, tuple[Tensor, Tensor]], dict[int, tuple[int, int]]]
 
@@ -142,7 +145,7 @@ class Snapshot:
         num_tokens: Where the sequence stood.
         decoder_replay: How its decoder windows came to be; only a sequence of the same kind may resume.
         marks: The state's own positions, see `SequenceState._MARKS`.
-        windows: Per layer, the last window's rows in position order, as stored.
+        windows: Per layer, the last window's rows in position order, as stored; then those of a draft's context.
         tails: Per pairing source, the waiting half (content, gate); none after an even number of tokens.
         recent_L: The token ids that the next n-grams look back at.
 
@@ -244,7 +247,7 @@ class SequenceState:
         attention, indexer = config.attention, config.indexer
         self.config, self.rope, self.rounding = config, rope, rounding
         self.decoder_replay, self.selection_rule = decoder_replay, selection_rule
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.num_tokens = 0
         self._prompt_stop = 0
         self._decoder_start = 0
@@ -253,12 +256,21 @@ class SequenceState:
         self._first_row = 0
         # rows before it leave no entries: theirs came from a cache
         self._write_floor = 0
+        # where a snapshot began: its windows and tails reach back no further
+        self._restored_at = 0
+        # the farthest that rows were written: those of a roll-back have overwritten older ones
+        self._farthest = 0
         # position from which an exact rebuild needs whole encoder rows, 0 if there was none
         self._exact_stop = 0
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
         self.windows = [RowStore(attention.head_dim, window_format, dtype, device) for _ in range(config.num_layers)]
+        if config.draft.num_blocks:
+            # a row of the draft's context, all its blocks side by side: rounded as window rows are, so bf16 holds it
+            channels = config.draft.num_blocks * attention.head_dim
+            context_dtype = torch.bfloat16 if rounding.window_kv else dtype
+            self.windows.append(RowStore(channels, None, context_dtype, device))
         for window in self.windows:
             window.reserve(self.num_slots)
         main_format = FP4_MAIN if rounding.main_kv else None
@@ -331,6 +343,7 @@ class SequenceState:
     def advance(self, ids_T: Tensor) -> None:
         """The rows of `ids_T` are done."""
         self.num_tokens += ids_T.shape[0]
+        self._farthest = max(self._farthest, self.num_tokens)
         self._history = torch.cat([self._history, ids_T])[-self._history.shape[0] :]
 
     def resume_bounded(self, ids_T: Tensor, cached_tokens: int) -> int:
@@ -404,6 +417,8 @@ class SequenceState:
     def reset(self, mark: Mark) -> None:
         """Undo what a failed step of no more than the rings' spare rows has written."""
         self.tails = dict(mark[0])
+        # what the step wrote past the end has taken the place of the oldest rows
+        self._restored_at = self.num_tokens
         for source, (num_entries, num_keys) in mark[1].items():
             self.entries[source].truncate(num_entries)
             self.keys[source].truncate(num_keys)
@@ -462,6 +477,45 @@ class SequenceState:
             for layer, (content_1C, gate_1C) in snapshot.tails.items()
         }
         self._remember(snapshot.recent_L)
+        self._restored_at = self._farthest = self.num_tokens
+
+    def fork(self, make_store: MakeStore | None = None) -> SequenceState:
+        """The same sequence once more; what one does from here on leaves the other as it is.
+
+        Args:
+            make_store: Gives stores that hold the same entries; copies of them by default.
+        """
+        held = {"entries": self.entries, "keys": self.keys}
+
+        def copied(what: Literal["entries", "keys"], source: int) -> EntryStore:
+            store = held[what][source]
+            assert isinstance(store, RowStore), "entries behind pages are shared by whoever owns the pages"
+            return store.prefix(store.count)
+
+        other = SequenceState(
+            self.config,
+            self.rope,
+            rounding=self.rounding,
+            dtype=self.dtype,
+            device=self.device,
+            decoder_replay=self.decoder_replay,
+            selection_rule=self.selection_rule,
+            make_store=make_store or copied,
+        )
+        for name in (*self._MARKS, "num_tokens", "_restored_at", "_farthest"):
+            setattr(other, name, getattr(self, name))
+        slot_R = torch.arange(self.num_slots, device=self.device)
+        for mine, theirs in zip(self.windows, other.windows, strict=True):
+            theirs.overwrite(slot_R, mine.read(slot_R))
+        # neither is ever written in place
+        other.tails, other._history = dict(self.tails), self._history
+        return other
+
+    @property
+    def oldest_kept(self) -> int:
+        """The fewest tokens that `roll_back` can go back to."""
+        reach = self._farthest - self.num_tail_rows + 1
+        return max(self._prompt_stop, self._write_floor, self._restored_at, reach)
 
     def roll_back(self, num_tokens: int) -> None:
         """Forget the newest tokens, as if they had never run: rejected drafts.
@@ -469,13 +523,12 @@ class SequenceState:
         Raises:
             CapacityError: More tokens than the rings and tails remember, or none that were run here.
         """
-        dropped = self.num_tokens - num_tokens
-        oldest = max(self._prompt_stop, self._write_floor)
-        if not 0 <= dropped < self.num_tail_rows or num_tokens < oldest:
+        if not self.oldest_kept <= num_tokens <= self.num_tokens:
             raise CapacityError(
                 f"cannot roll back from token {self.num_tokens} to {num_tokens}: "
-                f"at most {self.num_tail_rows - 1} tokens, and not before {oldest}"
+                f"at most {self.num_tail_rows - 1} tokens behind the farthest, here not before {self.oldest_kept}"
             )
+        dropped = self.num_tokens - num_tokens
         if dropped == 0:
             return
         self.num_tokens = num_tokens
@@ -503,6 +556,11 @@ class SequenceState:
         num_rows = window + (window - 1) * (config.num_layers - 1 - max(layer, boundary + 1))
         return max(self._prompt_stop - num_rows, 0)
 
+    @property
+    def decoder_stop(self) -> int:
+        """End of the running prompt: rows from here on run every layer."""
+        return self._prompt_stop
+
     def window_floor(self, layer: int) -> int:
         """Oldest position whose window row `layer` has written."""
         if layer < self.config.boundary_layer_id:
@@ -511,6 +569,14 @@ class SequenceState:
             return self._first_row
         floor = self.first_position(layer) if self.decoder_replay == "exact" else self._window_floor
         return max(floor, self._first_row)
+
+    def context(self) -> tuple[Tensor, Tensor]:
+        """(rows [W, channels] of the last window's positions for a draft, which of them are there [W])."""
+        window = self.config.attention.sliding_window
+        position_W = torch.arange(self.num_tokens - window, self.num_tokens, device=self.device)
+        rows_WC = self.windows[self.config.num_layers].take(position_W % self.num_slots)
+        # a context row is written by the rows that run the last layer
+        return rows_WC, position_W >= self.window_floor(self.config.num_layers - 1)
 
     def first_entry_row(self, start: int) -> int:
         """First position at or after `start` whose entries are not there yet."""
@@ -547,6 +613,8 @@ class SequenceStep:
         self._positions_T = torch.arange(start, stop, device=state.device)
         self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         self._window_RC = torch.empty(0)
+        # (KV source, selection, its entries): layers that reuse a selection read the same ones
+        self._gathered: tuple[int, Tensor, Tensor, Tensor] | None = None
 
     @property
     def positions_T(self) -> Tensor:
@@ -559,6 +627,34 @@ class SequenceStep:
         step._rotations = {kind: (cos[cut:], sin[cut:]) for kind, (cos, sin) in self._rotations.items()}
         step._window_RC = self._window_RC[cut:]
         return step
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all rows run every layer and write all they make, as those of generated tokens do."""
+        return self.start >= max(self.state.decoder_stop, self.state.first_entry_row(0))
+
+    def entry_rows(self) -> tuple[slice | None, SequenceStep | None]:
+        """The rows whose entries are not there yet: (which, their step); a step of none is None."""
+        return self._from(self.state.first_entry_row(self.start))
+
+    def window_rows(self, layer: int, *, cut: bool) -> tuple[slice | None, SequenceStep | None]:
+        """The rows that write their window keys before (after) the step is cut to those that run `layer`."""
+        return None, self if cut != self.state.keeps_true_window(layer) else None
+
+    def layer_rows(self, layer: int) -> tuple[slice | None, SequenceStep | None]:
+        """The rows that run `layer`."""
+        return self._from(self.state.first_position(layer))
+
+    def _from(self, position: int) -> tuple[slice | None, SequenceStep | None]:
+        if position <= self.start:
+            return None, self
+        if position >= self.stop:
+            return slice(self.num_rows, None), None
+        return slice(position - self.start, None), self.narrowed(position)
 
     def rotation(self, *, compressed: bool) -> tuple[Tensor, Tensor]:
         if compressed not in self._rotations:
@@ -580,6 +676,12 @@ class SequenceStep:
         fresh.append(kv_TC)
         self._window_RC = torch.cat([before_RC, fresh.all()])
         store.put(self._positions_T[-num_slots:] % num_slots, kv_TC[-num_slots:])
+
+    def write_context(self, rows_TC: Tensor) -> None:
+        """Keep what a draft reads of these rows."""
+        store, num_slots = self.state.windows[self.state.config.num_layers], self.state.num_slots
+        slot_T = self._positions_T[-num_slots:] % num_slots
+        store.put(slot_T, rows_TC[-num_slots:].to(store.dtype))
 
     def complete_groups(self, layer: int, content_TC: Tensor, gate_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state, start = self.state, self.start
@@ -632,5 +734,8 @@ class SequenceStep:
         window_TWC = sliding(self._window_RC, num_window)
         if kv_source is None or shared.selection is None:
             return window_TWC, visible_TW, None, None
-        entry_TKC = self.state.entries[kv_source].gather(shared.selection)
-        return window_TWC, visible_TW, entry_TKC, shared.selection >= 0
+        gathered = self._gathered
+        if gathered is None or gathered[0] != kv_source or gathered[1] is not shared.selection:
+            entry_TKC = self.state.entries[kv_source].gather(shared.selection)
+            gathered = self._gathered = (kv_source, shared.selection, entry_TKC, shared.selection >= 0)
+        return window_TWC, visible_TW, gathered[2], gathered[3]

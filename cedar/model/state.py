@@ -30,9 +30,9 @@ class SharedKV(NamedTuple):
     selection: Tensor | None = None
     pool: Tensor | None = None
 
-    def rows(self, start: int) -> SharedKV:
-        """The same for the rows from `start` on, where rows are the leading axis (`SequenceStep`)."""
-        return SharedKV(*(part if part is None else part[start:] for part in self))
+    def rows(self, kept: slice | Tensor) -> SharedKV:
+        """The same for some of the rows, where rows are the leading axis (`SequenceStep`)."""
+        return SharedKV(*(part if part is None else part[kept] for part in self))
 
 
 class AttentionState(Protocol):

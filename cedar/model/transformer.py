@@ -5,7 +5,7 @@ B packs, S rows a pack, T rows, N streams, D hidden, V vocabulary, L look-backs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from cedar.config.rounding import Rounding
 from cedar.errors import ShapeError
 from cedar.kernels.dense import linear
 from cedar.kernels.mhc import collapse
-from cedar.model.batch import BatchStep
+from cedar.model.batch import BatchStep, Part
 from cedar.model.block import Block
 from cedar.model.engram import TokenMap, lookback_ids
 from cedar.model.layers import RMSNorm, rounded_weight
@@ -27,6 +27,9 @@ from cedar.model.rope import Rope
 from cedar.model.sequence import MakeStore, SequenceState, SequenceStep
 from cedar.model.state import DecoderReplay, IndexGroup, RouterStats, SelectionRule, SharedKV
 
+# (taps [T, X], positions [T], rounding) -> what a draft keeps of these rows [T, channels]
+ContextRows = Callable[[Tensor, Tensor, Rounding], Tensor]
+
 
 @dataclass(slots=True)
 class Output:
@@ -34,11 +37,15 @@ class Output:
 
     Attributes:
         logits_BSV: float32.
+        hidden_BSD: What the head reads: collapsed and normed.
+        taps_BSX: Mean of the streams at the entry of each of the draft's target layers, side by side, if asked for.
         index_groups: One per index source if collected, for the indexer loss.
         routers: One per layer if collected, for load balance.
     """
 
     logits_BSV: Tensor
+    hidden_BSD: Tensor
+    taps_BSX: Tensor | None
     index_groups: list[IndexGroup]
     routers: list[RouterStats]
 
@@ -71,6 +78,8 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.rounding = Rounding()
+        # a draft beside the model makes its context rows of the taps of every row that runs the whole decoder
+        self.context: ContextRows | None = None
         self.rope = Rope(config, device)
         self.token_map = TokenMap(config, device=device)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
@@ -107,6 +116,7 @@ class Transformer(nn.Module):
         selection: SelectionRule = "learned",
         form: Literal["masked", "gathered"] = "masked",
         collect: bool = False,
+        tap: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> Output:
         """Logits at every position of whole sequences; differentiable.
@@ -124,6 +134,7 @@ class Transformer(nn.Module):
             selection: `random` takes random visible entries everywhere (a control).
             form: `masked` for training; `gathered` is the arithmetic of prefill and decode.
             collect: Fill `index_groups` and `routers`.
+            tap: Fill `taps_BSX`.
             compute_dtype: Dtype of activations, the model's own by default; float32 weights are cast.
 
         Raises:
@@ -169,20 +180,33 @@ class Transformer(nn.Module):
         image_rows_TD = None if image_rows_BSD is None else image_rows_BSD.flatten(0, 1)
         dtype = self.dtype if compute_dtype is None else compute_dtype
         streams_TND, premix_TN = self._embed(ids_BS.flatten(), image_rows_TD, dtype)
+        if state.rounding.weights:
+            # rounding the picked rows equals rounding the table
+            streams_TND = rounded_weight(streams_TND, "bf16")
         shared = SharedKV()
         compressed_TL, image_T = self._prepare(ids_BS.flatten(), raw_BSL.flatten(0, 1))
+        taps: list[Tensor] = []
         for block in self.layers:
+            if tap and block.plan.layer in config.draft.target_layer_ids:
+                taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_BSL.flatten(0, 1)[:, 0] < 0, state.rounding)
-            mixes, u_TD = block.enter(streams_TND, premix_TN)
+            mixes, u_TD = block.enter(streams_TND, premix_TN, state.rounding)
             block.attn.write_window(u_TD, state)
             block.attn.write_entries(u_TD, state)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, state, shared)
             streams_TND, premix_TN, stats = block.feed(streams_TND, mixes.premix_TN, image_T, state)
             if collect:
                 state.routers.append(stats)
-        logits_TV = self._head(streams_TND, premix_TN, state.rounding)
-        return Output(logits_TV.unflatten(0, ids_BS.shape), state.index_groups, state.routers)
+        hidden_TD = self.norm(collapse(streams_TND, premix_TN))
+        logits_TV = self.head(hidden_TD, state.rounding)
+        return Output(
+            logits_TV.unflatten(0, ids_BS.shape),
+            hidden_TD.unflatten(0, ids_BS.shape),
+            torch.cat(taps, dim=-1).unflatten(0, ids_BS.shape) if taps else None,
+            state.index_groups,
+            state.routers,
+        )
 
     def new_state(
         self,
@@ -236,8 +260,8 @@ class Transformer(nn.Module):
             raise ShapeError(f"prefill: the chunk has shape {tuple(ids_T.shape)}, expected one row of at least one id")
         if prompt_tokens is not None and stop > prompt_tokens:
             raise ShapeError(f"prefill: the chunk ends at token {stop}, the prompt at {prompt_tokens}")
-        state.begin_prompt(stop if prompt_tokens is None else prompt_tokens)
-        return self._run(state, ids_T, image_rows_TD, last_only)
+        part = Part(state=state, ids_T=ids_T, prompt_tokens=prompt_tokens or stop, image_rows_TD=image_rows_TD)
+        return self._run([part], last_only=last_only)[0]
 
     @torch.inference_mode()
     def decode(self, state: SequenceState, ids_T: Tensor) -> Tensor:
@@ -249,88 +273,125 @@ class Transformer(nn.Module):
         """
         if ids_T.dim() != 1 or ids_T.shape[0] == 0:
             raise ShapeError(f"decode: ids have shape {tuple(ids_T.shape)}, expected one row of at least one id")
-        state.check_room(ids_T.shape[0])
-        return self._run(state, ids_T, None, False)
+        return self._run([Part(state=state, ids_T=ids_T)])[0]
 
     @torch.inference_mode()
-    def decode_many(self, states: Sequence[SequenceState], ids: Sequence[Tensor]) -> list[Tensor]:
-        """One step of several sequences: for each of its next tokens' ids, float32 [T, V].
+    def step(self, parts: Sequence[Part]) -> list[Tensor]:
+        """The next rows of several sequences at once: chunks of prompts, replayed rows, generated and drafted tokens.
 
-        In deterministic mode each gets, bit for bit, what `decode` gives it alone.
+        In deterministic mode each sequence gets, bit for bit, what `prefill` or `decode` gives it alone.
+
+        Returns:
+            For each part float32 [rows, V]: every row of generated tokens unless they are silent, the last row of a
+            chunk that ends its prompt, nothing of other chunks.
 
         Raises:
-            ShapeError: No sequences, a sequence without ids, or states of different roundings.
+            ShapeError: No parts, a part without ids or past its prompt's end, or states of different roundings.
             CapacityError: The model's limit is reached by one of them; none has run.
         """
-        if not states or any(part.dim() != 1 or part.shape[0] == 0 for part in ids):
-            raise ShapeError(f"decode_many: {len(states)} sequences, expected one or more with at least one id each")
-        if any(state.rounding != states[0].rounding for state in states):
-            raise ShapeError("decode_many: the states differ in rounding; run them one by one")
-        for state, part in zip(states, ids, strict=True):
-            state.check_room(part.shape[0])
-        sizes = [part.shape[0] for part in ids]
-        step = BatchStep(
-            [
-                SequenceStep(state, state.num_tokens, state.num_tokens + size)
-                for state, size in zip(states, sizes, strict=True)
-            ]
-        )
-        ids_T = torch.cat(list(ids))
-        raw_TL = torch.cat([state.lookbacks(part) for state, part in zip(states, ids, strict=True)])
-        streams_TND, premix_TN = self._embed(ids_T, None, self.dtype)
+        if not parts or any(part.ids_T.dim() != 1 or part.ids_T.shape[0] == 0 for part in parts):
+            raise ShapeError(f"step: {len(parts)} parts, expected one or more with at least one id each")
+        if any(part.state.rounding != parts[0].state.rounding for part in parts):
+            raise ShapeError("step: the states differ in rounding; run them one by one")
+        for part in parts:
+            stop = part.state.num_tokens + part.ids_T.shape[0]
+            if part.prompt_tokens is not None and stop > part.prompt_tokens:
+                raise ShapeError(f"step: a chunk ends at token {stop}, its prompt at {part.prompt_tokens}")
+        return self._run(parts, last_only=True)
+
+    def _run(self, parts: Sequence[Part], *, last_only: bool = False) -> list[Tensor]:
+        """The parts' rows through the layers; `last_only` leaves a prompt's last row alone with logits."""
+        for part in parts:
+            if part.prompt_tokens is None:
+                part.state.check_room(part.ids_T.shape[0])
+            else:
+                part.state.begin_prompt(part.prompt_tokens)
+        steps = [
+            SequenceStep(part.state, part.state.num_tokens, part.state.num_tokens + part.ids_T.shape[0])
+            for part in parts
+        ]
+        step: SequenceStep | BatchStep = steps[0] if len(steps) == 1 else BatchStep(steps)
+        ids_T = _joined([part.ids_T for part in parts])
+        raw_TL = _joined([part.state.lookbacks(part.ids_T) for part in parts])
+        streams_TND, premix_TN = self._embed(ids_T, _image_rows(parts), self.dtype)
         compressed_TL, image_T = self._prepare(ids_T, raw_TL)
         shared = SharedKV()
+        ran_all = True
+        taps: list[Tensor] = []
         for block in self.layers:
+            layer = block.plan.layer
+            if self.context is not None and layer in self.config.draft.target_layer_ids:
+                taps.append(tap_of(streams_TND))
             if block.plan.engram:
                 streams_TND = block.engram(streams_TND, compressed_TL, raw_TL[:, 0] < 0, step.rounding)
             mixes, u_TD = block.enter(streams_TND, premix_TN)
-            block.attn.write_entries(u_TD, step)
-            block.attn.write_window(u_TD, step)
-            streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
-            streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
-        for state, part in zip(states, ids, strict=True):
-            state.advance(part)
-        return list(self._head(streams_TND, premix_TN, step.rounding).split(sizes))
-
-    def _run(self, state: SequenceState, ids_T: Tensor, image_rows_TD: Tensor | None, last_only: bool) -> Tensor:
-        start, stop = state.num_tokens, state.num_tokens + ids_T.shape[0]
-        step = SequenceStep(state, start, stop)
-        raw_TL = state.lookbacks(ids_T)
-        streams_TND, premix_TN = self._embed(ids_T, image_rows_TD, self.dtype)
-        compressed_TL, image_T = self._prepare(ids_T, raw_TL)
-        shared = SharedKV()
-        for block in self.layers:
-            layer = block.plan.layer
-            if block.plan.engram:
-                dead_T = raw_TL[:, 0] < 0
-                streams_TND = block.engram(streams_TND, compressed_TL, dead_T, state.rounding)
-            mixes, u_TD = block.enter(streams_TND, premix_TN)
-            writes = state.first_entry_row(step.start) - step.start
-            if writes < u_TD.shape[0]:
-                block.attn.write_entries(u_TD[writes:], step.narrowed(step.start + writes) if writes else step)
-            if state.keeps_true_window(layer):
-                block.attn.write_window(u_TD, step)
-            first = state.first_position(layer)
-            if first > step.start:
+            kept, writing = step.entry_rows()
+            if writing is not None:
+                block.attn.write_entries(u_TD if kept is None else u_TD[kept], writing)
+            kept, writing = step.window_rows(layer, cut=False)
+            if writing is not None:
+                block.attn.write_window(u_TD if kept is None else u_TD[kept], writing)
+            kept, running = step.layer_rows(layer)
+            if kept is not None:
                 # rows before the last window leave here: their entries are written, nobody reads more of them.
                 # So do, layer by layer, the oldest rows of an exact rebuild
-                cut = min(first, stop) - step.start
-                streams_TND, u_TD, mixes = streams_TND[cut:], u_TD[cut:], mixes.rows(cut)
-                raw_TL, compressed_TL = raw_TL[cut:], compressed_TL[cut:]
-                image_T = None if image_T is None else image_T[cut:]
-                shared = shared.rows(cut)
-                step = step.narrowed(step.start + cut)
-                if step.start == stop:
-                    premix_TN = mixes.premix_TN
+                streams_TND, u_TD, mixes = streams_TND[kept], u_TD[kept], mixes.rows(kept)
+                raw_TL, compressed_TL = raw_TL[kept], compressed_TL[kept]
+                image_T = None if image_T is None else image_T[kept]
+                shared, taps = shared.rows(kept), [tap_TD[kept] for tap_TD in taps]
+                if running is None:
+                    ran_all, premix_TN = False, mixes.premix_TN
                     break
-            if not state.keeps_true_window(layer):
-                block.attn.write_window(u_TD, step)
+                step = running
+            kept, writing = step.window_rows(layer, cut=True)
+            if writing is not None:
+                block.attn.write_window(u_TD if kept is None else u_TD[kept], writing)
             streams_TND, shared = block.attend(streams_TND, mixes, u_TD, step, shared)
             streams_TND, premix_TN, _ = block.feed(streams_TND, mixes.premix_TN, image_T, step)
-        state.advance(ids_T)
+        if self.context is not None and ran_all:
+            step.write_context(self.context(torch.cat(taps, dim=-1), step.positions_T, step.rounding))
+        left = step.steps if isinstance(step, BatchStep) else [step]
+        num_left = {id(one.state): one.num_rows for one in left} if ran_all else {}
+        sizes = [num_left.get(id(part.state), 0) for part in parts]
         if last_only:
-            streams_TND, premix_TN = streams_TND[-1:], premix_TN[-1:]
-        return self._head(streams_TND, premix_TN, state.rounding)
+            streams_TND, premix_TN, sizes = _wanted(parts, streams_TND, premix_TN, sizes)
+        logits_TV = self._head(streams_TND, premix_TN, parts[0].state.rounding)
+        # last, so that a step that fails has moved nobody
+        for part in parts:
+            part.state.advance(part.ids_T)
+        return list(logits_TV.split(sizes))
+
+    def enter_streams(self, ids_T: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The streams and the first pre-mix of token rows, for blocks beside the backbone."""
+        return self._embed(ids_T, None, self.dtype if dtype is None else dtype)
+
+    def prefetch(self, ids_T: Tensor) -> None:
+        """These token ids, with the look-backs before them, run next: bring their rows of tables that are on disk."""
+        memories = [block.engram for block in self.layers if block.plan.engram and block.engram.embed.disk is not None]
+        if not memories or ids_T.shape[0] == 0:
+            return
+        ids_1S = ids_T.unsqueeze(0)
+        raw_1SL = lookback_ids(
+            ids_1S,
+            torch.zeros_like(ids_1S),
+            num_lookbacks=self.config.engram.max_ngram_size,
+            image_token_id=self.config.image_token_id,
+        )
+        compressed_TL = self.token_map(raw_1SL[0])
+        for memory in memories:
+            memory.prefetch(compressed_TL)
+
+    def memory_stats(self) -> dict[str, float]:
+        """What tables on disk have done, all layers together; zeros where there are none."""
+        tables = [block.engram.embed.disk for block in self.layers if block.plan.engram]
+        stats = [table.stats for table in tables if table is not None]
+        return {
+            "cached_rows": sum(one.cached for one in stats),
+            "read_rows": sum(one.read for one in stats),
+            "read_calls": sum(one.calls for one in stats),
+            "stall_s": sum(one.stall_s for one in stats),
+            "cache_bytes": sum(table.cache_bytes for table in tables if table is not None),
+        }
 
     def _embed(self, ids_T: Tensor, image_rows_TD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The streams, all equal to the embedding, and the first pre-mix: stream 0 alone."""
@@ -347,10 +408,60 @@ class Transformer(nn.Module):
     def _prepare(self, ids_T: Tensor, raw_TL: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compressed look-back ids, and which rows are image rows (None if none can be)."""
         compressed_TL = self.token_map(raw_TL) if self.config.engram.layer_ids else raw_TL
+        for block in self.layers:
+            if block.plan.engram:
+                # a table on disk is read while the layers below run
+                block.engram.prefetch(compressed_TL)
         return compressed_TL, ids_T == self.config.image_token_id
 
     def _head(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding) -> Tensor:
-        return self.head(self.norm(collapse(streams_TND, premix_TN)), rounding)
+        return self.head(self.norm(collapse(streams_TND, premix_TN), rounding), rounding)
+
+
+def tap_of(streams_TND: Tensor) -> Tensor:
+    """What a draft reads of a layer's input: the plain mean over the streams, summed in float32.
+
+    Source: engram-dspark-vision-chat.md 2.1 (the layer's input, not its output; not the pre-mix collapse).
+    """
+    return streams_TND.float().mean(1).to(streams_TND.dtype)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _image_rows(parts: Sequence[Part]) -> Tensor | None:
+    """Embeddings of image tokens, zeros for parts without; None if there are none at all."""
+    given = [part.image_rows_TD for part in parts if part.image_rows_TD is not None]
+    if not given:
+        return None
+    return _joined(
+        [
+            given[0].new_zeros(part.ids_T.shape[0], given[0].shape[1])
+            if part.image_rows_TD is None
+            else part.image_rows_TD
+            for part in parts
+        ]
+    )
+
+
+def _wanted(
+    parts: Sequence[Part], streams_TND: Tensor, premix_TN: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """The rows whose logits somebody reads, of the `sizes` rows of each part that have run all layers."""
+    wanted, rows, first = [], [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        count = 0 if part.silent else size
+        if part.prompt_tokens is not None:
+            ends = part.state.num_tokens + part.ids_T.shape[0] == part.prompt_tokens
+            count = min(size, int(ends))
+        wanted.append(count)
+        rows.append(torch.arange(first + size - count, first + size, device=streams_TND.device))
+        first += size
+    if wanted == sizes:
+        return streams_TND, premix_TN, sizes
+    row_T = torch.cat(rows)
+    return streams_TND[row_T], premix_TN[row_T], wanted
 
 
 class Head(nn.Module):

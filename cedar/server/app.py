@@ -49,6 +49,7 @@ _POSTS: dict[str, Any] = {
     "/apply_template": inspecting.apply_template,
     "/v1/requests/{name}/cancel": inspecting.cancel,
     "/v1/cache/purge": caching.cache_purge,
+    "/v1/cache/pin": caching.cache_pin,
     "/v1/cache/explain": caching.cache_explain,
 }
 _GETS: dict[str, Any] = {
@@ -176,16 +177,29 @@ class RequestIds:
             app = _error(scope, RequestError(f"the headers have more than {MAX_HEADER_BYTES} bytes; send less"))
         try:
             await app(scope, receive, send_named)
+        except Exception:
+            log.exception("request %s failed", request_id, extra={"fields": {"request_id": request_id}})
+            raise
         finally:
             path = scope["path"] if scope["path"] in _POSTS or scope["path"] in _GETS else "other"
             self._service.metrics.answered(path, status)
             key = scope["state"].get("api_key")
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(time.monotonic() - began, 4),
+                **({"key": key.name} if isinstance(key, Key) else {}),
+                **scope["state"].get("told", {}),
+            }
             log.info(
                 "%s %s %s %.3fs %s%s",
                 scope["method"],
                 scope["path"],
                 status,
-                time.monotonic() - began,
+                fields["seconds"],
                 request_id[:8],
                 f" {key.name}" if isinstance(key, Key) else "",
+                extra={"fields": fields},
             )

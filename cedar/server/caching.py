@@ -1,17 +1,18 @@
-"""Routes that look into the cache: its sizes, what of a prompt it holds, and forgetting."""
+"""Routes that look into the cache: its sizes, what of a prompt it holds, keeping and forgetting."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cedar.chat.encode import encode
+from cedar.errors import CapacityError, RequestError
 from cedar.server.auth import check_admin, key_of
-from cedar.server.schema import conversation, convert, parse_chat_request, parse_object
+from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
 from cedar.server.service import Service, cache_salt, json_response, read_body
 
 
@@ -42,13 +43,40 @@ async def cache_explain(request: HttpRequest) -> Response:
     chat, _ = parse_chat_request(await read_body(request), strict=service.config.strict)
     service.check_model(chat.model)
     prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
-    ids = await asyncio.to_thread(encode, prompt, service.files.tokenizer)
+    ids = await service.encode(request, prompt, chat.cache_salt)
     salt = cache_salt(key_of(request), chat.cache_salt)
     held, own, other = await _ask(request, lambda cache: cache.explain(ids, salt))
     decode = service.files.tokenizer.decode
     # around the place where they part: 16 tokens before it and after
     body = {"prompt_tokens": len(ids), "held_tokens": held, "prompt": decode(own), "nearest": decode(other)}
-    return json_response({**body, "note": "the whole prompt is held" if held >= len(ids) - 1 else None})
+    note = "the whole prompt is held" if held >= len(ids) - 1 else None
+    return json_response({**body, "note": note, "cache_note": _cache_note(body["prompt"], body["nearest"])})
+
+
+async def cache_pin(request: HttpRequest) -> Response:
+    """Keep what the cache holds of a chat request's prompt, or with `pinned: false` let it go again."""
+    check_admin(request)
+    service: Service = request.app.state.service
+    values = parse_object(await read_body(request))
+    pinned = values.pop("pinned", True)
+    if not isinstance(pinned, bool):
+        raise RequestError(f"pinned is {pinned!r}, expected true or false", param="pinned")
+    chat, _ = convert(values, ChatRequest, strict=service.config.strict)
+    service.check_model(chat.model)
+    prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
+    ids = await service.encode(request, prompt, chat.cache_salt)
+    salt = cache_salt(key_of(request), chat.cache_salt)
+    try:
+        tokens = await _ask(request, lambda cache: cache.pin(ids, salt, pinned))
+    except CapacityError as error:
+        raise RequestError(str(error)) from None
+    return json_response({"prompt_tokens": len(ids), "tokens": tokens, "pinned": pinned})
+
+
+def _cache_note(prompt: str, nearest: str) -> str | None:
+    # the line of the effort stands first: another effort changes the key of every page
+    own, other = (re.search(r"Reasoning Effort: (\d+)", text) for text in (prompt, nearest))
+    return "effort_changed" if own and other and own[1] != other[1] else None
 
 
 async def _ask(request: HttpRequest, question: Any) -> Any:

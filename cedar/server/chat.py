@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,18 +15,21 @@ from cedar.chat.parse import Answer, AnswerReader, CallDelta, ChatParser, Delta
 from cedar.chat.tokenizer import Tokenizer
 from cedar.engine.request import Constraint, Finished, Token
 from cedar.errors import RequestError
+from cedar.server.auth import key_of
 from cedar.server.schema import (
     ChatRequest,
     answer_schema,
     conversation,
+    draft_stats,
     error_body,
     in_reasoning,
     parse_chat_request,
+    silent_calls,
     timings,
     tool_choice,
     usage,
 )
-from cedar.server.service import Answers, Ask, Service, read_body, respond, submit
+from cedar.server.service import Answers, Ask, Service, cache_salt, read_body, respond, submit
 from cedar.server.stream import DONE, Step, sse
 
 
@@ -33,13 +37,18 @@ async def chat_completions(request: HttpRequest) -> Any:
     """Validate, encode, submit; then stream the answer or collect it."""
     service: Service = request.app.state.service
     chat, warnings = parse_chat_request(await read_body(request), strict=service.config.strict)
-    answers = await begin(service, request, chat)
-    writer = ChatWriter(service, answers, chat, warnings)
+    answers = await begin(service, request, chat, warnings)
+    writer = ChatWriter(service, answers, chat)
     return await respond(request, answers, writer, stream=bool(chat.stream), timeout_s=chat.timeout_s)
 
 
-async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, param: str = "messages") -> Answers:
+async def begin(
+    service: Service, request: HttpRequest, chat: ChatRequest, warnings: list[str], *, param: str = "messages"
+) -> Answers:
     """Encode a chat and hand it to the engine.
+
+    Args:
+        warnings: What the client should know already; more may come.
 
     Raises:
         RequestError: Whatever is wrong with it.
@@ -47,8 +56,10 @@ async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, pa
     service.check_model(chat.model)
     files = service.files
     prompt = conversation(chat, files.defaults, dropped_lines=service.config.dropped_lines, param=param)
+    turns, salt = await service.turns(), cache_salt(key_of(request), chat.cache_salt)
+    recall = None if turns is None else turns.reader(salt)
     # a long prompt takes a while to encode, and the event loop has others to serve
-    ids = await asyncio.to_thread(encode, prompt, files.tokenizer)
+    ids = await asyncio.to_thread(encode, prompt, files.tokenizer, recall)
     sampling = files.sampling(
         context=service.context,
         num_prompt=len(ids),
@@ -66,6 +77,8 @@ async def begin(service: Service, request: HttpRequest, chat: ChatRequest, *, pa
         new_reader=lambda: AnswerReader(files.tokenizer, ChatParser(thinking=in_reasoning(prompt), stop=chat.stops)),
         new_constraint=constraint_maker(service, chat, prompt),
         fields=chat,
+        remember=None if turns is None or chat.cache is False else partial(turns.record, ids, salt=salt),
+        warnings=[*warnings, *(silent_calls(prompt) if recall is None else recall.warnings)],
     )
     return await submit(service, request, ask)
 
@@ -124,11 +137,11 @@ class _Choice:
 class ChatWriter:
     """Answers in OpenAI's shape: the chunks of a stream, or the whole body at the end."""
 
-    def __init__(self, service: Service, answers: Answers, chat: ChatRequest, warnings: list[str]) -> None:
+    def __init__(self, service: Service, answers: Answers, chat: ChatRequest) -> None:
         self._service, self._answers = service, answers
         self._choices = [_Choice() for _ in answers.readers]
         self._include_usage, self._with_logprobs = chat.include_usage, bool(chat.logprobs)
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._created = int(time.time())
 
     def begin(self) -> Iterable[bytes]:
@@ -149,13 +162,14 @@ class ChatWriter:
         self.add(step)
         entries = choice.logprobs[num_before:]
         for delta in step.deltas:
-            yield sse(self._chunk(step.index, _delta(delta), logprobs=entries))
+            yield sse(self._chunk(step.index, self._delta(delta), logprobs=entries))
             entries = []
         if entries:
             # the token's text is held back, or part of a character: its probability goes ahead
             yield sse(self._chunk(step.index, {"content": ""}, logprobs=entries))
         if step.end is not None:
             chunk = {**self._chunk(step.index, {}, choice.reason()), "timings": timings(step.end)}
+            chunk |= draft_stats(step.end)
             chunk |= self._parse_error(choice)
             is_last = all(other.end is not None for other in self._choices)
             yield sse({**chunk, "usage": self._usage()} if is_last and not self._include_usage else chunk)
@@ -174,7 +188,7 @@ class ChatWriter:
         for index, choice in enumerate(self._choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.answer.content}
             if choice.answer.reasoning:
-                message["reasoning_content"] = choice.answer.reasoning
+                message |= self._reasoning(choice.answer.reasoning)
             reason = choice.reason()
             if choice.broken:
                 message["content"] += calls_as_text(choice.answer)
@@ -189,7 +203,16 @@ class ChatWriter:
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
         body = {**self._envelope("chat.completion"), "choices": choices, "usage": self._usage(), **extra}
         assert self._choices[0].end is not None
-        return {**body, "timings": timings(self._choices[0].end), **self._warnings}
+        end = self._choices[0].end
+        return {**body, "timings": timings(end), **draft_stats(end), **self._warnings}
+
+    def _delta(self, delta: Delta) -> dict[str, Any]:
+        if delta.reasoning:
+            return self._reasoning(delta.reasoning)
+        return {"content": delta.content} if delta.call is None else {"tool_calls": [_call_delta(delta.call)]}
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        return {"reasoning_content": text, **({"reasoning": text} if self._service.config.reasoning_alias else {})}
 
     def _is_content(self, step: Step) -> bool:
         """The token belongs to what people read, not to reasoning or a call."""
@@ -249,14 +272,6 @@ def logprob_entry(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:
         return {"token": raw.decode("utf-8", errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
     return {**named(token.id, token.logprob), "top_logprobs": [named(*pair) for pair in token.top]}
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
-    if delta.reasoning:
-        return {"reasoning_content": delta.reasoning}
-    if delta.call is not None:
-        return {"tool_calls": [_call_delta(delta.call)]}
-    return {"content": delta.content}
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cedar.chat.parse import TextReader
 from cedar.chat.tokenizer import BOS, Tokenizer
 from cedar.engine.request import Finished, Token
 from cedar.errors import RequestError
-from cedar.server.schema import Fields, convert, error_body, parse_object, timings, usage
+from cedar.server.schema import Fields, convert, draft_stats, error_body, parse_object, timings, usage
 from cedar.server.service import Answers, Ask, Service, read_body, respond, submit
 from cedar.server.stream import DONE, Step, sse
 
@@ -72,12 +72,13 @@ async def completions(request: HttpRequest) -> Any:
         n=n,
         new_reader=lambda: TextReader(service.files.tokenizer, asked.stops),
         fields=asked,
+        warnings=warnings,
     )
     answers = await submit(service, request, ask)
     echoes = [
         service.files.tokenizer.decode(_spoken(ids, service.files.tokenizer)) if asked.echo else "" for ids in prompts
     ]
-    writer = CompletionWriter(service, answers, asked, warnings, [echo for echo in echoes for _ in range(n)])
+    writer = CompletionWriter(service, answers, asked, [echo for echo in echoes for _ in range(n)])
     return await respond(request, answers, writer, stream=bool(asked.stream), timeout_s=asked.timeout_s)
 
 
@@ -125,12 +126,10 @@ class _Text:
 class CompletionWriter:
     """Continuations in OpenAI's older shape."""
 
-    def __init__(
-        self, service: Service, answers: Answers, asked: CompletionRequest, warnings: list[str], echoes: list[str]
-    ) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: CompletionRequest, echoes: list[str]) -> None:
         self._service, self._answers, self._asked = service, answers, asked
         self._texts = [_Text(echo) for echo in echoes]
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._created = int(time.time())
 
     def begin(self) -> Iterable[bytes]:
@@ -155,6 +154,7 @@ class CompletionWriter:
             yield sse(self._chunk(step.index, said, logprobs=logprobs if logprobs["tokens"] else None))
         if step.end is not None:
             chunk = {**self._chunk(step.index, "", step.end.reason), "timings": timings(step.end)}
+            chunk |= draft_stats(step.end)
             is_last = all(other.end is not None for other in self._texts)
             yield sse({**chunk, "usage": self._usage()} if is_last and not self._asked.include_usage else chunk)
 
@@ -174,7 +174,7 @@ class CompletionWriter:
             choices.append({"index": index, "text": text.text, "logprobs": logprobs, "finish_reason": text.end.reason})
         assert self._texts[0].end is not None
         body = {**self._envelope(), "choices": choices, "usage": self._usage(), "timings": timings(self._texts[0].end)}
-        return {**body, **self._warnings}
+        return {**body, **draft_stats(self._texts[0].end), **self._warnings}
 
     def _note(self, text: _Text, token: Token) -> None:
         def named(token_id: int) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +14,17 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cedar.chat.encode import render, to_ids, to_text
+from cedar.chat.encode import render, to_ids
 from cedar.errors import RequestError
 from cedar.server.auth import check_admin, key_of
 from cedar.server.completions import prompt_ids
 from cedar.server.openapi import describe_api
 from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
 from cedar.server.service import VERSION, Service, json_response, read_body
+from cedar.version import commit
 
 _PAGE = Path(__file__).with_name("static") / "index.html"
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-}
+_SCRAPE_S = 1.0
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -47,7 +48,12 @@ async def health(request: HttpRequest) -> Response:
     """The process is alive; `status` says whether the weights are read."""
     service: Service = request.app.state.service
     status = "stopping" if service.stopping or service.draining else "loading" if service.engine is None else "ok"
-    body: dict[str, Any] = {"status": status, "model": service.files.name, "version": VERSION}
+    body: dict[str, Any] = {
+        "status": status,
+        "model": service.files.name,
+        "version": VERSION,
+        "commit": commit() or None,
+    }
     if service.engine is not None:
         running, waiting = service.gauges()
         body |= {"running": running, "waiting": waiting}
@@ -62,16 +68,29 @@ async def ready(request: HttpRequest) -> Response:
 
 
 async def show_version(request: HttpRequest) -> Response:
-    """What runs: cedar's version and commit, and the fingerprint that answers carry."""
+    """What runs: cedar's version and commit, its compiled kernels, and the fingerprint that answers carry."""
     service: Service = request.app.state.service
-    return json_response({"version": VERSION, "system_fingerprint": service.fingerprint})
+    kernels = None
+    if service.engine is not None:
+        # torch is there by now; before, importing it would hold up the event loop
+        from cedar.kernels.cpu.native import build_id
+
+        kernels = build_id() or None
+    body = {"version": VERSION, "commit": commit() or None, "kernels": kernels}
+    return json_response({**body, "system_fingerprint": service.fingerprint})
 
 
 async def metrics(request: HttpRequest) -> Response:
     """Prometheus' text format; with keys, only for a key that may administer."""
     check_admin(request)
     service: Service = request.app.state.service
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    cache = None
+    if service.engine is not None:
+        # a long step of the engine must not hold up who scrapes: what the cache said last is shown then
+        with contextlib.suppress(RequestError, TimeoutError):
+            asked = asyncio.wrap_future(service.engine.ask_cache(lambda cache: cache.describe()))
+            cache = await asyncio.wait_for(asked, timeout=_SCRAPE_S)
+    return Response(service.metrics.text(cache), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def openapi(request: HttpRequest) -> Response:
@@ -126,9 +145,10 @@ async def apply_template(request: HttpRequest) -> Response:
     service: Service = request.app.state.service
     chat, warnings = parse_chat_request(await read_body(request), strict=service.config.strict)
     service.check_model(chat.model)
-    pieces = render(conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines))
-    ids = await asyncio.to_thread(to_ids, pieces, service.files.tokenizer)
-    return json_response({"prompt": to_text(pieces), "tokens": ids, "count": len(ids), "warnings": warnings})
+    prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
+    ids = await service.encode(request, prompt, chat.cache_salt)
+    text = service.files.tokenizer.decode(ids)
+    return json_response({"prompt": text, "tokens": ids, "count": len(ids), "warnings": warnings})
 
 
 async def cancel(request: HttpRequest) -> Response:
@@ -145,4 +165,21 @@ async def cancel(request: HttpRequest) -> Response:
 
 
 async def page(request: HttpRequest) -> Response:
-    return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+    """The chat page: one file that may run its own script and style, load nothing, and talk to this server alone."""
+    content, headers = _page()
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@lru_cache(maxsize=1)
+def _page() -> tuple[bytes, dict[str, str]]:
+    content = _PAGE.read_bytes()
+
+    def digest(tag: bytes) -> str:
+        inside = content.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; style-src {digest(b'style')}; script-src {digest(b'script')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return content, {"cache-control": "no-cache", "content-security-policy": policy}

@@ -5,7 +5,6 @@ Source: serving.md 6.1 to 6.4; field reports C19, C20, C34.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -15,7 +14,6 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cedar.chat.encode import encode
 from cedar.chat.parse import Answer, AnswerReader, Delta
 from cedar.engine.request import Finished
 from cedar.errors import RequestError
@@ -51,7 +49,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 async def messages(request: HttpRequest) -> Any:
     """Translate, then as a chat; the answer goes back as content blocks."""
     service: Service = request.app.state.service
-    asked, _ = convert(parse_object(await read_body(request)), MessagesRequest, strict=service.config.strict)
+    asked, warnings = convert(parse_object(await read_body(request)), MessagesRequest, strict=service.config.strict)
     chat = to_chat(asked)
     chat.max_tokens, chat.temperature, chat.top_p, chat.top_k = (
         asked.max_tokens,
@@ -61,8 +59,9 @@ async def messages(request: HttpRequest) -> Any:
     )
     chat.stop = asked.stop_sequences or None
     chat.check()
-    answers = await begin(service, request, chat)
-    return await respond(request, answers, MessagesWriter(service, answers, chat), stream=bool(asked.stream))
+    answers = await begin(service, request, chat, warnings)
+    writer = MessagesWriter(service, answers, chat)
+    return await respond(request, answers, writer, stream=bool(asked.stream))
 
 
 async def count_tokens(request: HttpRequest) -> Response:
@@ -73,7 +72,7 @@ async def count_tokens(request: HttpRequest) -> Response:
     chat = to_chat(asked)
     service.check_model(chat.model)
     prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
-    ids = await asyncio.to_thread(encode, prompt, service.files.tokenizer)
+    ids = await service.encode(request, prompt, None)
     return json_response({"input_tokens": len(ids)})
 
 
@@ -232,6 +231,7 @@ class MessagesWriter:
 
     def __init__(self, service: Service, answers: Answers, chat: ChatRequest) -> None:
         self._service, self._answers, self._chat = service, answers, chat
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._answer = Answer()
         self._end: Finished | None = None
         self._open = ""
@@ -340,6 +340,7 @@ class MessagesWriter:
             "type": "message",
             "role": "assistant",
             "model": self._service.files.name,
+            **self._warnings,
         }
 
 

@@ -19,7 +19,7 @@ from cedar.chat.parse import Answer, Delta
 from cedar.engine.request import Finished
 from cedar.errors import RequestError
 from cedar.server.chat import begin, calls_as_text
-from cedar.server.schema import ChatRequest, Thinking, convert, error_body, parse_object, timings
+from cedar.server.schema import ChatRequest, Thinking, convert, draft_stats, error_body, parse_object, timings
 from cedar.server.service import Answers, Service, read_body, respond
 from cedar.server.stream import Step, sse
 
@@ -63,8 +63,8 @@ async def responses(request: HttpRequest) -> Any:
             raise RequestError(f"{name}: nothing is kept between requests; send the whole input", param=name)
     chat, notes = to_chat(asked)
     chat.check()
-    answers = await begin(service, request, chat, param="input")
-    writer = ResponsesWriter(service, answers, asked, warnings + notes)
+    answers = await begin(service, request, chat, warnings + notes, param="input")
+    writer = ResponsesWriter(service, answers, asked)
     return await respond(request, answers, writer, stream=bool(asked.stream))
 
 
@@ -201,9 +201,9 @@ def _output(output: object, param: str) -> Any:
 class ResponsesWriter:
     """One answer as items: reasoning, a message, and an item a call."""
 
-    def __init__(self, service: Service, answers: Answers, asked: ResponsesRequest, warnings: list[str]) -> None:
+    def __init__(self, service: Service, answers: Answers, asked: ResponsesRequest) -> None:
         self._service, self._answers, self._asked = service, answers, asked
-        self._warnings = {"warnings": warnings} if warnings else {}
+        self._warnings = {"warnings": answers.warnings} if answers.warnings else {}
         self._answer = Answer()
         self._end: Finished | None = None
         self._created = int(time.time())
@@ -373,7 +373,7 @@ class ResponsesWriter:
                 "output_tokens_details": {"reasoning_tokens": self._answers.readers[0].reasoning_tokens},
                 "total_tokens": end.prompt_tokens + end.completion_tokens,
             }
-            body["timings"] = timings(end)
+            body |= {"timings": timings(end), **draft_stats(end)}
         return body
 
 

@@ -96,6 +96,8 @@ async def serve(
     """
     # its news of starting and stopping would repeat ours
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # a failed request is in our log, with its id
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.getMessage().startswith("Exception in ASGI"))
     service = Service(files, config)
     server = _Server(uvicorn_config(service))
     loop = asyncio.get_running_loop()

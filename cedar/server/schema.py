@@ -16,9 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from cedar.chat.effort import DEFAULT_EFFORT, effort_number
-from cedar.chat.encode import Conversation, Message, Special, Tool, parse_messages, parse_tools
+from cedar.chat.encode import Conversation, Message, Tool, parse_messages, parse_tools
 from cedar.chat.grammar import check_schema
-from cedar.chat.tokenizer import IMAGE
 from cedar.config.serve import GenerationDefaults
 from cedar.engine.request import DecoderReplay, Finished, Replay
 from cedar.errors import RequestError
@@ -65,6 +64,7 @@ class Fields(msgspec.Struct, kw_only=True):
     decoder_replay: DecoderReplay | None = None
     replay: Replay | None = None
     cache_salt: str | None = None
+    cache: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
@@ -230,14 +230,7 @@ def conversation(
     Raises:
         RequestError: A message, a tool or an effort that cannot be understood, or an image.
     """
-    messages = parse_messages(request.messages, param=param)
-    for i, message in enumerate(messages):
-        if not isinstance(message.content, str) and Special(IMAGE) in message.content:
-            raise RequestError(
-                "images are not enabled: this model has no vision tower; send text only",
-                param=f"{param}[{i}].content[{message.content.index(Special(IMAGE))}]",
-                code="invalid_image",
-            )
+    messages = parse_messages(request.messages, param=param, images=False)
     thinking, effort = thinking_of(request, defaults)
     continues = _continues(request.messages, messages)
     schema = answer_schema(request)
@@ -318,6 +311,14 @@ def answer_schema(request: ChatRequest) -> Mapping[str, Any] | None:
     return dict(holder["schema"])
 
 
+def silent_calls(prompt: Conversation) -> list[str]:
+    """A warning if calls of earlier turns came without the reasoning that belongs to them."""
+    silent = sum(bool(message.tool_calls and not message.reasoning.strip()) for message in prompt.messages)
+    if not (silent and prompt.thinking and prompt.tools):
+        return []
+    return [f"{silent} assistant messages with tool calls came without reasoning_content: it was left empty; send it"]
+
+
 def in_reasoning(prompt: Conversation) -> bool:
     """Whether the answer begins inside its reasoning: a continued answer that has content is past it."""
     return prompt.thinking and not (prompt.continue_last and prompt.messages[-1].content)
@@ -359,7 +360,7 @@ def usage(ends: Sequence[Finished], *, reasoning_tokens: int) -> dict[str, Any]:
 
 
 def timings(end: Finished) -> dict[str, Any]:
-    """An extension: where the time went, in seconds, and what the sequence's cache held."""
+    """An extension: where the time went, in seconds, what the sequence's cache held, and what of it ran again."""
     return {
         "queue_s": round(end.queue_s, 4),
         "prefill_s": round(end.prefill_s, 4),
@@ -367,7 +368,15 @@ def timings(end: Finished) -> dict[str, Any]:
         "cache_bytes": end.cache_bytes,
         "cache_tier": end.cache_tier,
         "resume": end.resume,
+        "replayed_tokens": end.replayed_tokens,
     }
+
+
+def draft_stats(end: Finished) -> dict[str, Any]:
+    """An extension, where there were drafts: `x_spec`, how many were verified and how many stood."""
+    if not end.drafted_tokens:
+        return {}
+    return {"x_spec": {"drafted_tokens": end.drafted_tokens, "accepted_tokens": end.accepted_tokens}}
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

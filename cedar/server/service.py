@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,12 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cedar.cache.turns import ReplayMap
+from cedar.chat.encode import Conversation, encode
 from cedar.chat.grammar import Grammars
+from cedar.chat.parse import Answer
 from cedar.config.serve import ServeConfig
-from cedar.engine.load import ModelFiles
+from cedar.engine.load import ModelFiles, context_tokens
 from cedar.engine.request import Constraint, Finished, Handle, Request, SamplingParams, check_room
 from cedar.errors import RequestError
 from cedar.planner.kv import global_bytes_per_token
@@ -26,7 +30,10 @@ from cedar.server.schema import Fields
 from cedar.server.stream import EventStream, Mailbox, Reader, Step, read_answers, unless_gone
 from cedar.version import version
 
+log = logging.getLogger("cedar.server")
+
 VERSION = version()
+_LOOK_S = 0.05
 
 
 class Service:
@@ -41,16 +48,40 @@ class Service:
 
     def __init__(self, files: ModelFiles, config: ServeConfig) -> None:
         self.files, self.config = files, config
-        self.context = config.context(files.config)
+        self.context = context_tokens(files, config)
         self.engine: Any = None
         self.stopping = self.draining = False
         self.started_s = int(time.time())
-        self.metrics = ServerMetrics(self.gauges)
+        self.metrics = ServerMetrics(lambda: self.engine)
         self.grammars = Grammars(files.tokenizer, files.config.vocab_size)
         self.keys = [] if config.api_key_file is None else load_keys(config.api_key_file)
         self.open: dict[str, Answers] = {}
-        self.fingerprint = f"cedar-{hashlib.sha256(f'{VERSION} {files.path} {files.config}'.encode()).hexdigest()[:12]}"
         self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = time.monotonic()
+        self._look(self._loop.time())
+
+    def _look(self, due_s: float) -> None:
+        """Twenty times a second: is the event loop late, and does the engine still say something?"""
+        if self.stopping:
+            return
+        self.metrics.lagged(max(0.0, self._loop.time() - due_s))
+        self._notice_silence(time.monotonic())
+        due_s = self._loop.time() + _LOOK_S
+        self._loop.call_at(due_s, self._look, due_s)
+
+    def _notice_silence(self, now: float) -> None:
+        # one request alone may wait in the queue for long
+        heard_s = max((answers.mailbox.heard_s for answers in self.open.values()), default=now)
+        self._heard_s = max(self._heard_s, heard_s)
+        if now - self._heard_s > self.config.stall_s:
+            oldest = next(iter(self.open))
+            silent_s, self._heard_s = now - heard_s, now
+            fields = {"fields": {"request_id": oldest}}
+            log.warning(
+                "the engine says nothing: no event for %.0f s, %d requests are open, the oldest is %s",
+                silent_s, len(self.open), oldest, extra=fields,
+            )  # fmt: skip
 
     def ready(self, engine: Any) -> None:
         """The weights are read; called in the event loop."""
@@ -78,6 +109,22 @@ class Service:
             await self._changed.wait()
         if self.stopping or self.draining:
             raise RequestError("the server is shutting down", code="overloaded", status=503)
+
+    async def turns(self) -> ReplayMap | None:
+        """What knows assistant turns by the tokens they were generated as; None if nothing does.
+
+        Raises:
+            RequestError: The server stops.
+        """
+        await self.wait()
+        cache = getattr(self.engine, "cache", None)
+        return None if cache is None else cache.turns
+
+    async def encode(self, request: HttpRequest, prompt: Conversation, salt: str | None) -> list[int]:
+        """Token ids of a prompt as `begin` of `cedar.server.chat` makes them, for routes that only look."""
+        turns = None if self.engine is None else await self.turns()
+        recall = None if turns is None else turns.reader(cache_salt(key_of(request), salt))
+        return await asyncio.to_thread(encode, prompt, self.files.tokenizer, recall)
 
     def check_model(self, name: str) -> None:
         """Refuse a name that nobody gave this model.
@@ -113,6 +160,14 @@ class Service:
             "global_kv_bytes_per_token": global_bytes_per_token(self.files.config),
         }
 
+    @property
+    def fingerprint(self) -> str:
+        """Which weights and which arithmetic an answer comes from (serving.md 6.3)."""
+        if self.engine is None:
+            return "loading"
+        mark = getattr(getattr(self.engine, "cache", None), "fingerprint", b"")
+        return f"{mark.hex()[:12]}-{self.engine.numerics}"
+
     def gauges(self) -> tuple[int, int]:
         """Sequences that run, and requests that wait."""
         return (0, 0) if self.engine is None else (self.engine.metrics.running, self.engine.metrics.waiting)
@@ -126,6 +181,8 @@ class Ask:
         prompts: Each gets `n` answers, numbered prompt by prompt.
         fields: How the cache may be used, and for whom.
         new_constraint: Makes the constraint of one answer.
+        remember: Told the ids and the reading of an answer that came to its end; called in a worker thread.
+        warnings: What the client should know beside the answer.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -134,6 +191,8 @@ class Ask:
     new_reader: Callable[[], Reader]
     fields: Fields
     new_constraint: Callable[[], Constraint | None] = lambda: None
+    remember: Callable[[Sequence[int], Answer], object] | None = None
+    warnings: Sequence[str] = ()
 
 
 class Writer(Protocol):
@@ -164,15 +223,19 @@ class Answers:
     Attributes:
         key: Whose they are; None where the server has no keys.
         was_cancelled: Somebody asked for that, by `POST /v1/requests/ID/cancel`.
+        told: What the request's line in the log says beside its route.
+        warnings: What the client should know beside the answer.
     """
 
     def __init__(self, service: Service, request_id: str, ask: Ask, key: Key | None) -> None:
         self.request_id, self.key, self.prompts = request_id, key, ask.prompts
         self.readers = [ask.new_reader() for _ in range(len(ask.prompts) * ask.n)]
+        self.warnings, self._remember = list(ask.warnings), ask.remember
         self.was_cancelled = False
         self.mailbox = Mailbox()
         self.handles: list[Handle] = []
         self.began_s = time.monotonic()
+        self.told: dict[str, Any] = {}
         self._service = service
 
     def cancel(self) -> None:
@@ -190,19 +253,41 @@ class Answers:
         metrics = self._service.metrics
         cancels = [handle.cancel for handle in self.handles]
         ping_s = self._service.config.ping_s
-        is_first = True
+        ttft_s = first_index = None
+        said: list[tuple[list[int], Answer]] = [([], Answer()) for _ in self.readers]
         async for step in read_answers(self.mailbox, self.readers, cancels, ping_s=ping_s, deadline_s=timeout_s):
             if not isinstance(step, bytes):
-                if step.token is not None and is_first:
-                    metrics.first_token(time.monotonic() - self.began_s)
-                    is_first = False
+                if self._remember is not None:
+                    ids, answer = said[step.index]
+                    answer.add(step.deltas)
+                    if step.token is not None:
+                        ids.append(step.token.id)
+                    if step.end is not None and step.end.reason in ("stop", "length"):
+                        # before the client knows that it has ended, and can ask again
+                        await asyncio.to_thread(self._remember, ids, answer)
+                if step.token is not None and ttft_s is None:
+                    ttft_s, first_index = time.monotonic() - self.began_s, step.index
                 if step.end is not None:
-                    metrics.end(step.end, self._service.files.config.attention.sliding_window)
+                    window = self._service.files.config.attention.sliding_window
+                    is_first = step.index == first_index
+                    metrics.end(step.end, window, ttft_s=ttft_s if is_first else None)
+                    self._tell(step.end, ttft_s)
                     if self.key is not None:
                         self.key.spend(step.end.prompt_tokens + step.end.completion_tokens)
                     if step.end.reason in ("error", "cancelled"):
                         raise self._failure()
             yield step
+
+    def _tell(self, end: Finished, ttft_s: float | None) -> None:
+        told = self.told
+        told["prompt_tokens"], told["cached_tokens"] = end.prompt_tokens, end.cached_tokens
+        told["completion_tokens"] = told.get("completion_tokens", 0) + end.completion_tokens
+        told["resume"], told["finish_reason"] = end.resume, end.reason
+        if ttft_s is not None:
+            told["ttft_s"] = round(ttft_s, 4)
+        elif end.reason == "stop":
+            fields = {"fields": {"request_id": self.request_id}}
+            log.warning("request %s: the model ended its answer with its first token", self.request_id, extra=fields)
 
     def _failure(self) -> RequestError:
         if self.was_cancelled:
@@ -227,6 +312,7 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
     await service.wait()
     request_id = request.scope["state"]["request_id"]
     answers = Answers(service, request_id, ask, key_of(request))
+    request.scope["state"]["told"] = answers.told
     try:
         for index in range(count):
             one = Request(
@@ -238,6 +324,7 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 replay=ask.fields.replay or "bounded",
                 salt=cache_salt(answers.key, ask.fields.cache_salt),
                 priority=ask.fields.priority or 0,
+                keep=ask.fields.cache is not False,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))
     except RequestError:
@@ -268,7 +355,7 @@ async def respond(
 ) -> Any:
     """The HTTP answer: a stream of events, or one body."""
     if stream:
-        return EventStream(_stream(answers, writer, timeout_s), answers.cancel)
+        return EventStream(_stream(answers, writer, timeout_s), answers.cancel, _warning_headers(answers))
     ends: list[Finished] = []
     failures: list[RequestError] = []
 
@@ -288,7 +375,7 @@ async def respond(
     if len(ends) < len(answers.readers):
         # the client hung up; nobody reads this
         return Response(status_code=499)
-    return json_response(writer.body(), headers=_cost_headers(ends[0]))
+    return json_response(writer.body(), headers=_cost_headers(ends[0]) | _warning_headers(answers))
 
 
 async def _stream(answers: Answers, writer: Writer, timeout_s: float | None) -> AsyncIterator[bytes]:
@@ -307,6 +394,13 @@ async def _stream(answers: Answers, writer: Writer, timeout_s: float | None) -> 
         return
     for event in writer.close():
         yield event
+
+
+def _warning_headers(answers: Answers) -> dict[str, str]:
+    if not answers.warnings:
+        return {}
+    # a header holds no line ends, and of letters only the simplest
+    return {"x-warning": "; ".join(answers.warnings).encode("ascii", "backslashreplace").decode().replace("\n", " ")}
 
 
 def _cost_headers(end: Finished) -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,14 +50,20 @@ class Step:
 
 
 class Mailbox:
-    """Events of the answers of one request, handed over from the engine's thread to the event loop."""
+    """Events of the answers of one request, handed over from the engine's thread to the event loop.
+
+    Attributes:
+        heard_s: When the latest came, by the monotonic clock; 0 before the first.
+    """
 
     def __init__(self) -> None:
+        self.heard_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def put(self, index: int, event: Event) -> None:
         """Called in the engine's thread."""
+        self.heard_s = time.monotonic()
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     async def get(self, timeout_s: float) -> tuple[int, Event] | None:
@@ -151,8 +158,10 @@ async def unless_gone(receive: Receive, work: Awaitable[None], cancel: Callable[
 class EventStream:
     """An ASGI response of server-sent events that ends, and cancels its request, when the client hangs up."""
 
-    def __init__(self, source: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
-        self._source, self._cancel = source, cancel
+    def __init__(
+        self, source: AsyncIterator[bytes], cancel: Callable[[], None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._source, self._cancel, self._headers = source, cancel, headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_all() -> None:
@@ -161,6 +170,7 @@ class EventStream:
                 (b"cache-control", b"no-store"),
                 # a proxy that collects the stream first would defeat it
                 (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in self._headers.items()),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for piece in self._source:

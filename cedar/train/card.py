@@ -25,6 +25,7 @@ def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) ->
             "single-pass mHC, Engram, mixture of experts, and bounded decoder replay.",
         ),
         _recall(facts),
+        _evaluation(facts),
         _abilities(facts),
         _training(facts),
         _data(facts),
@@ -34,7 +35,7 @@ def model_card(facts: Mapping[str, Any], *, parameters: int, size_bytes: int) ->
 
 def _fill(*sentences: str) -> str:
     """A paragraph in lines of the repository's width."""
-    return textwrap.fill(" ".join(sentences), width=116, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(" ".join(filter(None, sentences)), width=116, break_on_hyphens=False, break_long_words=False)
 
 
 def _recall(facts: Mapping[str, Any]) -> str:
@@ -66,8 +67,38 @@ def _recall(facts: Mapping[str, Any]) -> str:
 {rows}"""
 
 
+def _evaluation(facts: Mapping[str, Any]) -> str:
+    """What `cedar eval` found: the numbers asked for, and retrieval by length."""
+    found = facts.get("evaluation")
+    if found is None:
+        return ""
+    asked = "\n".join(f"| {name} | {value} | {bound} | {met} |" for name, value, bound, met in found["gates"])
+    kinds = list(found["by_length"])
+    lengths = sorted({int(length) for values in found["by_length"].values() for length in values})
+    rows = "\n".join(
+        f"| {length:,} | " + " | ".join(found["by_length"][kind].get(str(length), "") for kind in kinds) + " |"
+        for length in lengths
+    )
+    told = _fill(
+        f"`cedar eval` on {found['device']}. Exact answers, of so many questions; keys, names and filler were made for",
+        "the evaluation. Where a number is missed, the table says by how much.",
+    )
+    return f"""## Evaluation
+
+{told}
+
+| | measured | asked for | met |
+|---|---|---|---|
+{asked}
+
+| tokens | {" | ".join(kinds)} |
+|---|{"---|" * len(kinds)}
+{rows}"""
+
+
 def _abilities(facts: Mapping[str, Any]) -> str:
     text = facts.get("text")
+    sources = {name for stage in facts["recipe"]["stages"] for name in stage["mixture"]}
     measured = ""
     if text is not None:
         measured = (
@@ -77,13 +108,18 @@ def _abilities(facts: Mapping[str, Any]) -> str:
     can = _fill(
         'It looks up what a text says ("What is the code for the red fox?") far beyond its window, goes on with a',
         "simple story, and answers a few fixed kinds of question.",
+        "It calls a few simple tools in the words it was trained on." if "tools" in sources else "",
         measured,
     )
     cannot = _fill(
         "It knows next to nothing, cannot reason, and does not follow free instructions. Ask for records in the words",
         'it was trained on ("The code for the red fox is 4821."); other wordings work less well or not at all. Its',
         "language and outlook are those of books of 1850 to 1925. Recall was measured up to the length above; beyond",
-        "it, nothing is promised. It was never shown a thought or a tool call: leave thinking off. It exists to show",
+        "it, nothing is promised. It was never shown a thought",
+        "or more tools than a few: leave thinking off."
+        if "tools" in sources
+        else "or a tool call: leave thinking off.",
+        "It exists to show",
         "the system at work, not to inform anyone.",
     )
     return f"## What it can do, and what not\n\n{can}\n\n{cannot}"

@@ -213,9 +213,11 @@ def _replayed(
     learnt = np.zeros(length, np.bool_)
     previous = 0
     for prompt, stop in answers:
-        # rows of the answer before were decoded: they keep the floor of their own prompt
-        first = max(previous, prompt - window)
-        floor[first:] = first
+        # a turn shorter than a window goes on from windows that are whole; a longer one restarts them, and rows
+        # of the answer before were decoded: they keep the floor of their own prompt
+        first = prompt - window
+        if first >= previous:
+            floor[first:] = first
         # row prompt - 1 predicts the answer's first token
         learnt[prompt - 1 : stop - 1] = True
         previous = stop

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cedar.chat.tokenizer import ASSISTANT, BOS, END_THINK, EOS, USER, Tokenizer
 from cedar.errors import ConfigError
+from cedar.model.sequence import SequenceState
 from cedar.model.state import SelectionRule
 from cedar.model.transformer import Transformer
 from cedar.train.corpus import Corpus
@@ -21,6 +22,8 @@ from cedar.train.tasks import Lookup, Tasks
 
 # evaluation documents never come from a training seed
 _SEED = 0x5EED
+# float32 scores of a chunk's rows against all entries and index heads
+_MOST_SCORES_CPU, _MOST_SCORES_GPU = 1 << 27, 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +101,7 @@ def ask(model: Transformer, tokenizer: Tokenizer, document: Lookup, *, selection
     for number, question in enumerate(document.questions):
         opening = document.text if number == 0 else (end, user)
         prompt = torch.tensor((*opening, *question.ask, *reply), device=model.device)
-        first_V = model.prefill(state, prompt, last_only=True)[-1]
+        first_V = _prefill(model, state, prompt)
         start = state.num_tokens
         given = torch.tensor(question.answer, device=model.device)
         rest_TV = model.decode(state, given)
@@ -113,6 +116,17 @@ def ask(model: Transformer, tokenizer: Tokenizer, document: Lookup, *, selection
             )
         )
     return answers
+
+
+def _prefill(model: Transformer, state: SequenceState, prompt_T: Tensor) -> Tensor:
+    """Logits after a prompt that goes on from `state`, in chunks whose scores against all entries fit in memory."""
+    stop = state.num_tokens + len(prompt_T)
+    scores = _MOST_SCORES_GPU if prompt_T.is_cuda else _MOST_SCORES_CPU
+    step = max(64, scores // (model.config.indexer.num_heads * stop))
+    logits_TV = torch.empty(0)
+    for chunk in prompt_T.split(step):
+        logits_TV = model.prefill(state, chunk, prompt_tokens=stop, last_only=True)
+    return logits_TV[-1]
 
 
 def ask_whole(

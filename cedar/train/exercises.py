@@ -51,35 +51,36 @@ class Exercises:
         self._reply = (tokenizer.special[ASSISTANT], tokenizer.special[END_THINK])
 
     def mqar(self, rng: np.random.Generator, length: int, *, queries: int | None = None) -> Sample | None:
-        """Pairs of a random key and value, then `? key` for some of them; the values after a query are learnt.
+        """Pairs of a random key and value, a mark, then keys again: each one's value is learnt.
 
         How far back a queried pair lies is drawn log-uniformly from just beyond the window to the whole sample.
 
         Source: training.md 5.2; the task is that of Arora et al. 2023, multi-query associative recall.
         """
-        room = length - 1
-        num_pairs = min(int(rng.uniform(0.4, 0.8) * room / 2), len(self._ordinary) // 2)
-        num_queries = min(num_pairs, (room - 2 * num_pairs) // 4, queries or room)
-        if num_pairs < 2 or num_queries < 1:
+        mark = self._encode("\n?")
+        room = length - 1 - len(mark)
+        # more pairs than the vocabulary has keys for leave a gap in the middle that nobody asks about
+        num_pairs = min(max(2, int(rng.uniform(0.25, 0.6) * room / 2)), len(self._ordinary) // 2)
+        num_queries = min(num_pairs, (room - 2 * num_pairs) // 2, queries or room)
+        if num_queries < 1:
             return None
         shuffled = rng.permutation(self._ordinary)
         keys, rest = shuffled[:num_pairs], shuffled[num_pairs:]
         values = rng.choice(rest[: max(8, int(rng.integers(8, len(rest))))], size=num_pairs)
-        ask = self._encode("\n?")
         sample = Writer(self._bos)
         sample.add(np.stack([keys, values], 1).flatten().tolist(), learn=False)
-        # what is left is a gap that nobody asks about
-        gap = room - 2 * num_pairs - num_queries * (len(ask) + 2)
+        gap = room - 2 * num_pairs - 2 * num_queries
         if gap > 0:
             sample.add(rng.choice(rest, size=gap).tolist(), learn=False)
+        sample.add(mark, learn=False)
         place = 1 + 2 * np.arange(num_pairs)
         free = np.ones(num_pairs, np.bool_)
         for _ in range(num_queries):
-            at = len(sample.ids) + len(ask)
+            at = len(sample.ids)
             distance = math.exp(rng.uniform(math.log(min(self._window + 1, at - 1)), math.log(at)))
             pair = int(np.where(free, np.abs(place - (at - distance)), np.inf).argmin())
             free[pair] = False
-            sample.add((*ask, int(keys[pair])), learn=False)
+            sample.add((int(keys[pair]),), learn=False)
             sample.answer((int(values[pair]),))
         return sample.sample(length)
 

@@ -110,6 +110,7 @@ class Trainer:
         run: Its folder: `checkpoints/`, `log.jsonl`.
         compute_dtype: bfloat16 on a GPU; the parameters are float32 masters either way.
         report: Takes each line of progress.
+        watch: Takes the values of each line of the log.
     """
 
     def __init__(
@@ -121,10 +122,11 @@ class Trainer:
         *,
         clock: Clock | None = None,
         report: Callable[[str], None] = print,
+        watch: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.config, self.model, self.batches, self.run_folder = config, model, batches, Path(run)
         self.clock = clock or Clock()
-        self.report = report
+        self.report, self.watch = report, watch
         self.optimizers = Optimizers(model.named_parameters(), model.config, config.optim)
         self.parameters = dict(model.named_parameters())
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
@@ -291,6 +293,8 @@ class Trainer:
     def _write(self, values: dict[str, Any]) -> None:
         with (self.run_folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(values) + "\n")
+        if self.watch is not None:
+            self.watch(values)
 
     def save(self) -> Path:
         """Write a checkpoint. Raises CapacityError if the disk refuses; earlier ones stay."""

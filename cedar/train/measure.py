@@ -152,7 +152,8 @@ class Meter:
         def change(ids_BS: Tensor, at: int) -> tuple[Tensor, dict[str, Tensor]]:
             return ids_BS, {"window_floor_BS": decoder_floor(ids_BS, at, window)}
 
-        return self._replay_cost(samples, change, cut, offsets or range(window), shift=0)
+        # the prompt's last row predicts the first token
+        return self._replay_cost(samples, change, cut, offsets or range(window), shift=0, before=1)
 
     def encoder_replay(self, samples: Sequence[Sample], cut: int, *, offsets: Sequence[int] = ()) -> ReplayCost:
         """The same where `cut` + offset tokens came from a cache and the last window of them runs again.
@@ -165,7 +166,7 @@ class Meter:
             again_BS = torch.cat([ids_BS[:, :at], ids_BS[:, at - window : at], ids_BS[:, at:]], 1)
             return again_BS, {"replay_start_BS": torch.full_like(again_BS, at)}
 
-        return self._replay_cost(samples, change, cut, offsets or range(0, window, 2), shift=window)
+        return self._replay_cost(samples, change, cut, offsets or range(0, window, 2), shift=window, before=0)
 
     def _replay_cost(
         self,
@@ -175,7 +176,9 @@ class Meter:
         offsets: Sequence[int],
         *,
         shift: int,
+        before: int,
     ) -> ReplayCost:
+        """Rows from `before` the cut on are compared; a change moves those behind the cut by `shift` rows."""
         costs: dict[int, tuple[Scores, Scores]] = {offset: (Scores(), Scores()) for offset in offsets}
         for part in self.batches(samples):
             ids_BS, target_BS = rows(part, self.model.device)
@@ -183,10 +186,11 @@ class Meter:
             for offset, (exact, replayed) in costs.items():
                 at = cut + offset
                 after_BS = torch.full_like(target_BS, -1)
-                after_BS[:, at : at + _AFTER_A_CUT] = target_BS[:, at : at + _AFTER_A_CUT]
+                first = at - before
+                after_BS[:, first : first + _AFTER_A_CUT] = target_BS[:, first : first + _AFTER_A_CUT]
                 exact.add(logits_BSV, after_BS)
                 changed_BS, mode = change(ids_BS, at)
-                moved_BS = F.pad(after_BS[:, at:], (at + shift, 0), value=-1)
+                moved_BS = F.pad(after_BS[:, first:], (first + shift, 0), value=-1)
                 replayed.add(self.forward(changed_BS, **mode).logits_BSV, moved_BS)
         by_offset = {offset: replayed.ce - exact.ce for offset, (exact, replayed) in costs.items()}
         accuracy = [replayed.accuracy - exact.accuracy for exact, replayed in costs.values()]

@@ -7,7 +7,8 @@ import shutil
 import statistics
 import tarfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,22 @@ from cedar.chat.tokenizer import Tokenizer, train_tokenizer
 from cedar.checkpoint.read import read_checkpoint
 from cedar.checkpoint.resume import load_newest, load_weights, save_weights
 from cedar.checkpoint.write import write_checkpoint
-from cedar.config.engram import engram_hashes
 from cedar.config.load import override
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.config.train import TrainConfig, train_config_from_dict, train_config_to_dict
 from cedar.errors import ConfigError, FormatError
+from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 from cedar.train import evaluate
+from cedar.train.board import Board
 from cedar.train.card import model_card
 from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
+from cedar.train.page import gates, page, summary
+from cedar.train.suite import Suite, effort_for, load_validation
 from cedar.train.tasks import sample_text
 
 _MODEL_FOLDER = "model"
@@ -85,6 +89,7 @@ def train(
     minutes: float | None = None,
     stop_after: float | None = None,
     start_from: str | Path | None = None,
+    tensorboard: bool = False,
     report: Callable[[str], None] = print,
 ) -> bool:
     """Train, or go on with, the run in a folder; when it is complete, export and evaluate it.
@@ -93,10 +98,15 @@ def train(
         device: `cuda` or `cpu`; a GPU if there is one.
         minutes: Budget of the whole run over all its commands; replaces the recipe's steps.
         stop_after: Minutes after which this command saves and ends.
-        start_from: Folder of weight shards to begin a new run from (`export_weights`).
+        start_from: What a new run begins from: a model folder, or weight shards that `pack` left.
+        tensorboard: Write what is logged for TensorBoard too, into `RUN/tensorboard`.
 
     Returns:
         True if the run is complete.
+
+    Raises:
+        ConfigError: The tokenizer or a mixture does not fit the recipe, or tensorboard is not installed.
+        FormatError: A corpus or a checkpoint is damaged or belongs to something else.
     """
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
@@ -104,10 +114,12 @@ def train(
     tokenizer, corpora = open_data(config)
     model = new_model(config, tokenizer, where)
     if start_from is not None:
-        _take_weights(model, load_weights(start_from))
+        _take_weights(model, _starting_weights(Path(start_from)))
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     clock = Clock(minutes=minutes, stop_after=stop_after)
-    trainer = Trainer(config, model, batches, run, clock=clock, report=report)
+    board = Board(run) if tensorboard else None
+    watch = None if board is None else board.add
+    trainer = Trainer(config, model, batches, run, clock=clock, report=report, watch=watch)
     if start_from is not None:
         trainer.earlier = _earlier(Path(start_from))
     state = trainer.optimizers.state_bytes()
@@ -121,13 +133,25 @@ def train(
         report(f"resumed at step {trainer.step}")
     (run / "recipe.json").write_text(json.dumps(train_config_to_dict(config), indent=1) + "\n", encoding="utf-8")
     tokenizer.save(run)
-    complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
+    with board or nullcontext():
+        complete = trainer.run(_probe(trainer, tokenizer, corpora) if config.eval_every else None)
     draw_curve(run)
     if complete:
         describe(export(run, report=report), config, report=report)
     else:
         report(f"stopped at step {trainer.step}; the same command goes on from there")
     return complete
+
+
+def _starting_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Float weights by parameter name, of a model folder or of shards."""
+    if not (folder / "config.json").is_file():
+        return load_weights(folder)
+    model = read_checkpoint(folder)
+    for module in model.modules():
+        if isinstance(module, EngramTable):
+            module.unpack()
+    return model.state_dict()
 
 
 def _run_facts(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -154,7 +178,9 @@ def _earlier(folder: Path) -> list[dict[str, Any]]:
 def _take_weights(model: Transformer, weights: dict[str, torch.Tensor]) -> None:
     own = model.state_dict()
     if set(own) != set(weights) or any(own[name].shape != weights[name].shape for name in own):
-        raise FormatError("the weight shards belong to another model config; use the recipe they were trained with")
+        raise FormatError(
+            "the weights to begin from belong to another model config; use the recipe they were trained with"
+        )
     model.load_state_dict(weights)
 
 
@@ -235,20 +261,24 @@ def describe(
     file = Path(config.data.folder) / "stories" / "validation"
     if file.is_dir():
         facts["text"] = evaluate.text(model, tokenizer, open_corpus(file, tokenizer), length=config.trained_length)
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    tables = sum(hashes.num_rows for hashes in engram_hashes(model.config.engram).values())
-    card = model_card(
-        facts,
-        parameters=sum(p.numel() for p in model.parameters()) + tables * model.config.engram.head_dim,
-        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    _write_card(folder, model.config, facts)
     recall = facts["recall"]
     report(
         f"recall {recall['accuracy']:.3f}, with random selection {recall['accuracy_random_selection']:.3f} "
         f"at {recall['length']} tokens ({recall['seconds']:.0f} s)"
     )
     return facts
+
+
+def _write_card(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> None:
+    """training.json and the card that is made of it."""
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    card = model_card(
+        facts,
+        parameters=sum(p.numel() for p in Transformer(config, device="meta").parameters()),
+        size_bytes=sum(weights.stat().st_size for weights in folder.glob("*.safetensors")),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def pack(run: str | Path, out: str | Path) -> list[Path]:
@@ -356,13 +386,53 @@ def draw_curve(run: str | Path) -> Path | None:
     return file
 
 
-def load_model(folder: str | Path) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
-    """A model folder, its tokenizer, and what `training.json` says of it (empty if it has none)."""
+def load_model(folder: str | Path, *, device: str = "cpu") -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """A model folder (bfloat16 on a GPU), its tokenizer, and what `training.json` says of it (empty if it has none)."""
     folder = Path(folder)
-    model = read_checkpoint(folder)
+    model = read_checkpoint(folder, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     file = folder / "training.json"
     facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return model, Tokenizer.load(folder), facts
+
+
+def evaluate_all(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    data: str | Path | None = None,
+    quick: bool = False,
+    lengths: Sequence[int] = (),
+    device: str | None = None,
+    card: bool = False,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure everything about a model folder; writes `evaluation.json` and `evaluation.html` into `out`.
+
+    Args:
+        data: A prepared data folder, whose held-out corpora are scored; without one, generated text alone is.
+        lengths: Of the retrieval documents, instead of the device's usual ones.
+        card: Put what was found into the model's training.json and card too.
+
+    Raises:
+        FormatError: The model or the data is not what it should be.
+        ConfigError: A length is too short.
+    """
+    out = Path(out)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    effort = effort_for(where, quick=quick, lengths=lengths)
+    model, tokenizer, facts = load_model(folder, device=where)
+    validation = {} if data is None else load_validation(data, tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    results = Suite(model, tokenizer, facts, validation, effort, report=report).run()
+    (out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    html = page(results, title=f"Evaluation of {Path(folder).resolve().name}")
+    (out / "evaluation.html").write_text(html, encoding="utf-8")
+    if card:
+        _write_card(Path(folder), model.config, {**facts, "evaluation": summary(results)})
+    for gate in gates(results):
+        report("  ".join((gate.name, *gate.told())))
+    report(f"written to {out}/evaluation.json and {out}/evaluation.html")
+    return results
 
 
 def evaluate_text(folder: str | Path, corpus: str | Path, *, length: int, max_tokens: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A process that writes pages until it is killed: `python store_writer.py DIRECTORY SEED`. It must not import torch."""
+"""A process that writes pages until it is killed: `python store_writer.py DIRECTORY SEED [BUDGET]`, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_store(directory: Path, budget_bytes: int = 2**30) -> PageStore:
 
 
 def main() -> None:
-    store = open_store(Path(sys.argv[1]))
+    store = open_store(Path(sys.argv[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 2**30)
     assert "torch" not in sys.modules
     print("ready", flush=True)
     number = int(sys.argv[2]) * 1_000_000

@@ -58,10 +58,10 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 
 def test_any_flipped_bit_is_a_miss() -> None:
     record = writer.chain(2, 1)[0]
-    packed = pack_record(record, 6144)
+    packed = pack_record(record, 6144, (3000, 2000))
     assert unpack_record(packed, writer.PAYLOAD_BYTES) == record
     draw = random.Random(3)
-    used = [*range(604), *range(768, 768 + writer.PAYLOAD_BYTES)]
+    used = [*range(620), *range(768, 768 + writer.PAYLOAD_BYTES)]
     for place in draw.sample(used, 300):
         flipped = bytearray(packed)
         flipped[place] ^= 1 << draw.randrange(8)
@@ -299,3 +299,183 @@ def test_bytes_per_token_of_a_million(tmp_path: Path) -> None:
 def test_the_writer_imports_no_torch() -> None:
     code = "import sys, cedar.cache.store; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+
+
+def fast_disk(directory: Path, day_bytes: int) -> PageStore:
+    return PageStore(
+        directory,
+        fingerprint=writer.FINGERPRINT,
+        payload_bytes=writer.PAYLOAD_BYTES,
+        budget_bytes=2**30,
+        day_bytes=day_bytes,
+    )
+
+
+class Clocks:
+    """The wall clock and the steady one, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall, self.steady = 1e9, 5000.0
+        monkeypatch.setattr(time, "time", lambda: self.wall)
+        monkeypatch.setattr(time, "clock_gettime", lambda clock: self.steady)
+
+    def pass_(self, seconds: float) -> None:
+        self.wall += seconds
+        self.steady += seconds
+
+
+def written(store: PageStore, seed: int, count: int) -> int:
+    """How many of so many new pages the day's budget let through."""
+    before = store.stats.written
+    put_all(store, writer.chain(seed, count))
+    return store.stats.written - before
+
+
+def test_a_day_has_its_budget_of_writes_across_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    store = fast_disk(tmp_path, 10 * 6144 + 5)
+    assert [written(store, seed, 4) for seed in range(4)] == [4, 4, 2, 0]
+    assert store.stats.failed == {"day budget": 2} and store.describe()["day_bytes_written"] == 10 * 6144
+    other = fast_disk(tmp_path, 10 * 6144)
+    assert written(other, 5, 1) == 0
+    other.close()
+    store.close()
+    clocks.pass_(80_000)
+    store = fast_disk(tmp_path, 10 * 6144)
+    assert written(store, 6, 1) == 0
+    clocks.pass_(7_000)
+    assert written(store, 7, 12) == 10
+    # pages that are there already cost nothing
+    assert written(store, 7, 10) == 0 and store.stats.failed == {"day budget": 2}
+    # snapshots and turns count too
+    assert not store.put_blob(b"key", bytes(2 * 6144)) and store.put_turn(b"key", b"root", bytes(6144))
+    assert store.flush() and store.get_turn(b"key") is None and store.stats.failed == {"day budget": 4}
+    store.close()
+
+
+def test_a_clock_that_is_set_opens_no_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    store = fast_disk(tmp_path, 2 * 6144)
+    assert written(store, 0, 2) == 2
+    for seed, jump in enumerate((1e6, -1e7, 3 * 86400, -5.0), start=1):
+        clocks.wall += jump
+        assert written(store, seed, 1) == 0
+        clocks.pass_(10_000)
+        assert written(store, 100 + seed, 1) == 0
+    clocks.pass_(50_000)
+    assert written(store, 200, 3) == 2
+    store.close()
+    # set back while nobody ran: the day begins now at the latest, and ends
+    clocks.wall -= 1e7
+    store = fast_disk(tmp_path, 2 * 6144)
+    assert written(store, 300, 1) == 0
+    clocks.pass_(86_401)
+    assert written(store, 301, 1) == 1
+    store.close()
+
+
+def test_a_pinned_segment_outlives_the_budget(tmp_path: Path) -> None:
+    budget = 64 * 6144
+    store = writer.open_store(tmp_path, budget)
+    loved = writer.chain(0, 4)
+    put_all(store, loved)
+    root, tokens = loved[0].parent, [token for record in loved for token in record.tokens]
+    assert store.pin_prompt(root, [*tokens, 1]) == 512 and store.pin_prompt(root, [9999]) == 0
+    for number in range(1, 60):
+        put_all(store, writer.chain(number, 4))
+        assert sum(file.stat().st_size for file in segments(tmp_path)) <= budget
+    assert [store.get(record.key) for record in loved] == [record._replace(pinned=True) for record in loved]
+    # no more than half of the tier
+    with pytest.raises(CapacityError, match="at most half"):
+        for number in range(59, 30, -1):
+            store.pin([record.key for record in writer.chain(number, 4)])
+    store.pin([record.key for record in loved], False)
+    assert not store.get(loved[0].key).pinned
+    store.close()
+
+
+def test_parts_are_the_page(tmp_path: Path) -> None:
+    store = writer.open_store(tmp_path)
+    store.divide((2000, 2500, 500))
+    records = writer.chain(1, 3)
+    put_all(store, records)
+    for record in records:
+        listed = store.locate([record.key])[record.key]
+        header = store.read_header(record.key, listed)
+        assert b"".join(store.read_part(header, listed, part) for part in range(3)) == record.payload
+    (file,) = segments(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[768 + 2100] ^= 1
+    file.write_bytes(content)
+    listed = store.locate([records[0].key])[records[0].key]
+    header = store.read_header(records[0].key, listed)
+    assert store.read_part(header, listed, 0) and store.read_part(header, listed, 2)
+    with pytest.raises(FormatError, match="part 1"):
+        store.read_part(header, listed, 1)
+    with pytest.raises(FormatError, match="another page"):
+        store.read_header(records[1].key, listed)
+    store.close()
+
+
+def test_two_live_processes_and_one_is_killed(tmp_path: Path) -> None:
+    """Both write and both read what the other has written, under a budget that drops segments all the while."""
+    root = Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(root / "tests/cache/store_writer.py"), str(tmp_path), str(seed), str(400 * 6144)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        for seed in (1, 2)
+    ]
+    outputs = [process.stdout for process in processes]
+    assert all(output is not None and output.readline() == "ready\n" for output in outputs)
+    one, two = processes
+    reader = writer.open_store(tmp_path, 400 * 6144)
+    committed: list[int] = []
+    for turn in range(40):
+        output = outputs[turn % 2] if turn < 20 else outputs[1]
+        assert output is not None
+        number = int(output.readline())
+        committed.append(number)
+        for record in writer.chain(number, 6):
+            got = reader.get(record.key)
+            assert got is None or got == record
+        if turn == 20:
+            one.send_signal(signal.SIGKILL)
+            one.wait()
+    two.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    # the newest are there whole, from the writer that was killed as from the other
+    held = [number for number in committed if all(reader.get(record.key) for record in writer.chain(number, 6))]
+    assert len(held) > 4
+    assert sum(file.stat().st_size for file in segments(tmp_path)) <= 400 * 6144 + 3 * 50 * 6144
+    assert reader.verify()[1] == 0 and set(reader.stats.failed) <= {"io", "checksum"}
+    reader.close()
+
+
+def test_a_locked_index_holds_up_no_reader(tmp_path: Path) -> None:
+    """Another process keeps the index's write lock: pages are found and read at once, and written later."""
+    store = writer.open_store(tmp_path)
+    records = writer.chain(1, 6)
+    put_all(store, records)
+    (index,) = tmp_path.glob("*/index.sqlite")
+    other = sqlite3.connect(index, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    for record in writer.chain(2, 3):
+        store.put(record)
+    store.used([records[0].key])
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert [store.get(record.key) for record in records] == records
+    assert store.get_child(records[0].key, records[1].tokens) is not None
+    assert time.monotonic() - began < 3
+    assert store.get(writer.chain(2, 1)[0].key) is None
+    other.execute("ROLLBACK")
+    other.close()
+    assert store.flush() and store.get(writer.chain(2, 1)[0].key) is not None and store.stats.failed == {}
+    store.close()

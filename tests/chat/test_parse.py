@@ -72,6 +72,31 @@ def test_calls(text: str, content: str, expected: list[tuple[str, str]]) -> None
     assert (answer.content, calls(answer)) == (content, expected)
 
 
+@pytest.mark.parametrize("space", [" ", ""], ids=["V4.1", "V4"])
+def test_tags_of_both_versions_at_every_cut(space: str) -> None:
+    # field report C02; like deepseek-recipe, any tag of the marker ends the reasoning, not only the whole block's
+    text = (
+        f'I look < and </ up.\n\n<{DSML}{space}{"calls" if space else "tool_calls"}>\n<{DSML}{space}invoke name="f">\n'
+        f'<{DSML}{space}parameter name="k" string="true">v</{DSML}{space}parameter>\n</{DSML}{space}invoke>\n'
+    )
+    for cut in range(len(text) + 1):
+        answer = read(text[:cut], text[cut:], thinking=True)
+        assert (answer.reasoning, answer.content) == ("I look < and </ up.", "")
+        assert calls(answer) == [("f", '{"k": "v"}')]
+
+
+def test_values_keep_their_kind_whatever_the_schema_says() -> None:
+    # field report C35: the flag decides
+    text = (
+        f'{BLOCK}{INVOKE}<{DSML} parameter name="count" string="false">5{END_PARAMETER}'
+        f'<{DSML} parameter name="config" string="false">{{"a":1}}{END_PARAMETER}'
+        f'<{DSML} parameter name="zip" string="true">01234{END_PARAMETER}{END_INVOKE}{END_BLOCK}'
+    )
+    for pieces in ((text,), tuple(text)):
+        (call,) = read(*pieces).calls
+        assert json.loads(call.arguments) == {"count": 5, "config": {"a": 1}, "zip": "01234"}
+
+
 def test_a_block_ends_the_reasoning() -> None:
     # field report C06
     answer = read(f"thinking\n\n{BLOCK}{INVOKE}{END_INVOKE}{END_BLOCK}", thinking=True)
@@ -182,6 +207,17 @@ def test_what_is_written_is_read_back(toy: Tokenizer, arguments: dict[str, objec
     assert answer.content == content.lstrip("\n")
     (read_call,) = answer.calls
     assert (read_call.name, json.loads(read_call.arguments), read_call.valid) == ("lookup", arguments, True)
+
+
+def test_half_a_character_waits_for_a_token_that_begins_with_a_space(toy: Tokenizer) -> None:
+    # field report C22: held, and replaced only once it cannot become a character any more
+    by_bytes = {toy.token_bytes(i): i for i in range(3, 259)}
+    reader = AnswerReader(toy, ChatParser(thinking=False))
+    half = by_bytes[b"\xc3"]
+    assert reader.push(half) == []
+    assert [delta.content for delta in reader.push(by_bytes[b"\xa9"])] == ["é"]
+    assert reader.push(half) == []
+    assert "".join(delta.content for delta in reader.push(by_bytes[b" "])) == "\ufffd "
 
 
 def test_reader_never_splits_a_character(toy: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -59,7 +60,10 @@ def test_it_says_what_it_serves_and_serves_it(start: Start, model_dir: Path) -> 
     began = time.monotonic()
     lines = read_until(process, "ready in")
     text = "".join(lines)
-    for expected in ("nonsense", "52.5 bytes a token", "context 512", "/v1", "curl http://127.0.0.1:"):
+    for expected in (
+        "nonsense", "52.5 bytes a token", "context 512", "/v1", "curl http://127.0.0.1:",
+        "tiers    memory 512MiB (", "disk none", "memory   about",
+    ):  # fmt: skip
         assert expected in text
     assert time.monotonic() - began < 45
     url = url_of(lines)
@@ -71,6 +75,16 @@ def test_it_says_what_it_serves_and_serves_it(start: Start, model_dir: Path) -> 
     assert httpx.get(f"{url}/health").json()["status"] == "ok"
     process.send_signal(signal.SIGINT)
     assert_clean_end(process)
+
+
+def test_logs_as_json(start: Start, model_dir: Path) -> None:
+    process = start("--model", str(model_dir), "--port", "0", "--log-json")
+    url = url_of(read_until(process, "ready in"))
+    told = httpx.get(f"{url}/health").headers["x-request-id"]
+    process.send_signal(signal.SIGTERM)
+    lines = [json.loads(line) for line in process.communicate(timeout=20)[1].splitlines()]
+    (line,) = [line for line in lines if line.get("request_id") == told]
+    assert (line["path"], line["status"], line["method"]) == ("/health", 200, "GET")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

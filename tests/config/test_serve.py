@@ -55,7 +55,20 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"port": -1}, {"port": 65536}, {"max_context": 1}, {"prefill_chunk": 0}, {"ping_s": 0}]
+    "change",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"max_context": 1},
+        {"max_step_tokens": 0},
+        {"ping_s": 0},
+        {"engram": "disc"},
+        {"engram_cache_bytes": 0},
+        {"cache_day_bytes": -1},
+        {"cache_shared": "file:///x", "cache_host_bytes": 0},
+        {"snapshot_bytes": -1},
+        {"replay_turns": 0},
+    ],
 )
 def test_limits_must_make_sense(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
@@ -68,3 +81,8 @@ def test_the_answers_own_length_depends_on_thinking() -> None:
     assert plain.answer_tokens(thinking=True, effort=75) == 65536
     assert plain.answer_tokens(thinking=True, effort=100) == 131072
     assert GenerationDefaults(max_new_tokens=5).answer_tokens(thinking=True, effort=100) == 5
+
+
+def test_snapshots_have_a_tenth_unless_told() -> None:
+    assert ServeConfig(cache_bytes=900).snapshot_budget == 100
+    assert ServeConfig(cache_bytes=900, snapshot_bytes=0).snapshot_budget == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from cedar.config.presets import nano
 from cedar.engine.engine import Engine
+from cedar.engine.scheduler import SchedulerConfig
+from cedar.model.batch import Part
 
 
 class FakeState:
@@ -26,6 +30,18 @@ class FakeState:
 
     def reset(self, mark: int) -> None:
         del self.ids[mark:]
+
+    @property
+    def oldest_kept(self) -> int:
+        return 0
+
+    def roll_back(self, num_tokens: int) -> None:
+        del self.ids[num_tokens:]
+
+    def fork(self) -> FakeState:
+        other = FakeState()
+        other.ids = list(self.ids)
+        return other
 
 
 class FakeModel:
@@ -44,18 +60,21 @@ class FakeModel:
     def new_state(self, *, decoder_replay: str = "bounded") -> FakeState:
         return FakeState()
 
-    def prefill(self, state: FakeState, ids_T: Tensor, *, prompt_tokens: int, last_only: bool) -> Tensor:
-        assert last_only == (len(state.ids) + len(ids_T) == prompt_tokens)
-        self.chunks.append(len(ids_T))
-        logits_TV = self._run(state, ids_T)
-        return logits_TV[-1:] if last_only else logits_TV[:0]
+    def prefetch(self, ids_T: Tensor) -> None:
+        """It has no tables."""
 
-    def decode(self, state: FakeState, ids_T: Tensor) -> Tensor:
-        return self._run(state, ids_T)
-
-    def decode_many(self, states: list[FakeState], ids: list[Tensor]) -> list[Tensor]:
-        self.batches.append(len(states))
-        return [self._run(state, part) for state, part in zip(states, ids, strict=True)]
+    def step(self, parts: list[Part]) -> list[Tensor]:
+        tokens = [part for part in parts if part.prompt_tokens is None]
+        self.chunks += [len(part.ids_T) for part in parts if part.prompt_tokens is not None]
+        if tokens:
+            self.batches.append(len(tokens))
+        logits = []
+        for part in parts:
+            rows_TV = self._run(part.state, part.ids_T)
+            if part.prompt_tokens is not None:
+                rows_TV = rows_TV[-1:] if len(part.state.ids) == part.prompt_tokens else rows_TV[:0]
+            logits.append(rows_TV)
+        return logits
 
     def _run(self, state: FakeState, ids_T: Tensor) -> Tensor:
         assert self.gate.wait(10)
@@ -77,8 +96,10 @@ def model() -> FakeModel:
 def start(model: FakeModel) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def build(**options: int) -> Engine:
-        engines.append(Engine(model, **options))
+    def build(**options: Any) -> Engine:
+        names = {field.name for field in dataclasses.fields(SchedulerConfig)} & options.keys()
+        scheduling = SchedulerConfig(**{name: options.pop(name) for name in names})
+        engines.append(Engine(model, scheduling=scheduling, **options))
         return engines[-1]
 
     yield build

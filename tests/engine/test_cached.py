@@ -16,6 +16,7 @@ from cedar.cache.store import PageStore
 from cedar.config.presets import nano
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
+from cedar.engine.scheduler import SchedulerConfig
 from cedar.errors import RequestError
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
@@ -55,7 +56,10 @@ def make_engine(
         store=store,
         read_snapshot=Snapshot.from_bytes,
     )
-    return Engine(model, cache=cache, **{"max_context": 4096, "reserve_tokens": 64, **options})
+    names = [name for name in ("max_running", "max_step_tokens", "reserve_tokens") if name in options]
+    limits = {name: options.pop(name) for name in names}
+    scheduling = SchedulerConfig(**{"reserve_tokens": 64, **limits})
+    return Engine(model, cache=cache, scheduling=scheduling, **{"max_context": 4096, **options})
 
 
 @pytest.fixture
@@ -275,12 +279,12 @@ def test_bytes_of_a_long_sequence_are_the_planners(model: Transformer, build: Bu
     ask(engine, prompt(4000, 50), 1)
     pages = engine.cache.pool.num_pages - engine.cache.pool.num_free
     assert pages == -(-4000 // 128)
-    assert engine.cache.pool.bytes_PB[0].numel() == page_bytes(model.config)
+    assert len(engine.cache.pool.read(0)) == page_bytes(model.config)
 
 
 def test_cancel_anywhere_leaves_the_pool_whole(model: Transformer, build: Build) -> None:
     """X11: at random moments of every phase; then everything still answers, and nothing leaks."""
-    engine = build(num_pages=48, max_running=3, prefill_chunk=64)
+    engine = build(num_pages=48, max_running=3, max_step_tokens=64)
     draw = random.Random(5)
     for number in range(25):
         handles = [
@@ -304,7 +308,7 @@ def test_cancel_anywhere_leaves_the_pool_whole(model: Transformer, build: Build)
 
 def test_a_stream_goes_on_while_a_long_prompt_runs(build: Build) -> None:
     """Field reports F02 and F03: one token at least for each chunk."""
-    engine = build(prefill_chunk=64, num_pages=64)
+    engine = build(max_step_tokens=64, num_pages=64)
     times: list[float] = []
     done = threading.Event()
 

@@ -13,6 +13,7 @@ import torch
 from cedar.config.presets import nano
 from cedar.engine.engine import Engine
 from cedar.engine.request import Event, Finished, Progress, Request, SamplingParams, Token
+from cedar.engine.scheduler import SchedulerConfig
 from cedar.errors import RequestError
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
@@ -55,7 +56,7 @@ def test_a_stop_token_ends_it_and_is_counted_but_not_sent(start: Start) -> None:
 def test_prompts_run_in_chunks_with_progress(
     start: Start, model: FakeModel, num_prompt: int, chunks: list[int]
 ) -> None:
-    events = list(start(prefill_chunk=8).submit(request(*range(num_prompt))))
+    events = list(start(max_step_tokens=8, max_running=4).submit(request(*range(num_prompt))))
     assert model.chunks == chunks
     done = [event.done for event in events if isinstance(event, Progress)]
     assert done == [sum(chunks[: i + 1]) for i in range(len(chunks))]
@@ -95,7 +96,7 @@ def test_cancel_while_waiting_does_not_wait_for_the_running_one(start: Start, mo
 
 def test_cancel_between_chunks(start: Start, model: FakeModel) -> None:
     model.step_s = 0.02
-    handle = start(prefill_chunk=4).submit(request(*range(400)))
+    handle = start(max_step_tokens=4, max_running=2).submit(request(*range(400)))
     iterator = iter(handle)
     assert isinstance(next(iterator), Progress)
     handle.cancel()
@@ -146,7 +147,7 @@ def test_a_listener_that_raises_ends_its_own_request_only(start: Start) -> None:
 
 
 def test_not_finite_logits_are_an_error(start: Start, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "decode", lambda state, ids_T: torch.full((1, 512), float("nan")))
+    monkeypatch.setattr(model, "step", lambda parts: [torch.full((1, 512), float("nan")) for _ in parts])
     last = end(list(start().submit(request(1))))
     assert last.reason == "error" and "not finite" in last.error
 
@@ -236,7 +237,7 @@ def test_the_real_model_gives_what_its_forward_gives() -> None:
         expected.append(int(logits_V.argmax()))
         logits_V = model.decode(state, torch.tensor(expected[-1:]))[-1]
     for chunk in (128, 45, 13):
-        engine = Engine(model, prefill_chunk=chunk)
+        engine = Engine(model, scheduling=SchedulerConfig(max_step_tokens=chunk, max_running=4))
         events = list(engine.submit(Request(prompt_ids=prompt, sampling=SamplingParams(temperature=0, max_tokens=6))))
         engine.close()
         assert tokens(events) == expected

@@ -12,6 +12,7 @@ from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
 from cedar.engine.runner import DecodeRunner, Row, unavailable
 from cedar.engine.sampling import Sampler, choose
+from cedar.engine.scheduler import SchedulerConfig
 from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
@@ -35,8 +36,9 @@ def make_engine(model: Transformer, *, slots: int = 0, num_pages: int = 64, **op
     capture = model.device.type == "cuda"
     runner = DecodeRunner(model, cache, max_rows=slots, max_context=2048, capture=capture) if slots else None
     # a row's bits must not depend on who runs beside it, or the last bit of a sum would choose other tokens
-    options = {"max_context": 2048, "reserve_tokens": 64, "exact": True, **options}
-    return Engine(model, cache=cache, runner=runner, **options)
+    options = {"max_context": 2048, "exact": True, **options}
+    scheduling = SchedulerConfig(reserve_tokens=options.pop("reserve_tokens", 64))
+    return Engine(model, cache=cache, runner=runner, scheduling=scheduling, **options)
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:

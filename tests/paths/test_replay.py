@@ -15,60 +15,15 @@ from cedar.config.presets import nano
 from cedar.config.rounding import Rounding
 from cedar.errors import CapacityError
 from cedar.kernels.dispatch import deterministic
-from cedar.model.sequence import SequenceState, exact_span
+from cedar.model.batch import Part
+from cedar.model.sequence import exact_span
 from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
 from tests import golden
 from tests.paths.random_models import configs, random_model
+from tests.paths.states import random_ids, run, same, visible, with_entries
 
 REPLAYS: list[DecoderReplay] = ["bounded", "exact20", "exact"]
-
-
-def with_entries(
-    model: Transformer, donor: SequenceState, cached: int, replay: DecoderReplay = "bounded"
-) -> SequenceState:
-    """A fresh state that holds the donor's entries of the first `cached` tokens, and nothing else."""
-    ratios = model.config.attention.compress_ratios
-    held = {"entries": donor.entries, "keys": donor.keys}
-    return model.new_state(
-        decoder_replay=replay, make_store=lambda what, source: held[what][source].prefix(cached // ratios[source])
-    )
-
-
-def run(model: Transformer, state: SequenceState, ids: Tensor, prompt: int, chunk: int = 1000) -> Tensor:
-    """The rest of the prompt in chunks, then the rest of `ids` token by token: the logits of the prompt's end on."""
-    logits = torch.empty(0)
-    while state.num_tokens < prompt:
-        part = ids[state.num_tokens : min(state.num_tokens + chunk, prompt)]
-        logits = model.prefill(state, part, prompt_tokens=prompt)[-1:]
-    rows = [logits, *(model.decode(state, ids[i : i + 1]) for i in range(prompt, len(ids)))]
-    return torch.cat(rows)
-
-
-def visible(state: SequenceState) -> list[Tensor]:
-    """Every byte that a later row can read: entries, keys, the last window, the waiting half, recent ids."""
-    ratios = state.config.attention.compress_ratios
-    rows = [
-        part
-        for what in (state.entries, state.keys)
-        for source, store in what.items()
-        for part in store.read(torch.arange(state.num_tokens // ratios[source]))
-    ]
-    reach = state.config.attention.sliding_window - 1
-    for layer, store in enumerate(state.windows):
-        floor = max(state.num_tokens - reach, state.window_floor(layer), 0)
-        rows += store.read(torch.arange(floor, state.num_tokens) % state.num_slots)
-    if state.num_tokens % 2:
-        rows += [half[-1:] for pair in state.tails.values() for half in pair]
-    return [*rows, state.recent_L]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def random_ids(config: ModelConfig, length: int, seed: int) -> Tensor:
-    return torch.randint(0, config.vocab_size - 8, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +272,7 @@ def test_a_batch_of_sequences_is_each_alone(small: Transformer) -> None:
             steps = []
             for i in range(4):
                 parts = [ids[number][lengths[number] + i : lengths[number] + i + 1] for number in order]
-                steps.append(small.decode_many(states, parts))
+                steps.append(small.step([Part(state=s, ids_T=i) for s, i in zip(states, parts, strict=True)]))
             for place, number in enumerate(order):
                 assert torch.equal(torch.cat([step[place] for step in steps]), alone[number][0])
                 assert same(visible(states[place]), visible(alone[number][1]))
@@ -333,6 +288,46 @@ def test_a_batch_may_mix_one_row_and_several(small: Transformer) -> None:
         copy.restore(state.snapshot())
     ids = [torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
     with deterministic():
-        together = small.decode_many(states, ids)
+        together = small.step([Part(state=s, ids_T=i) for s, i in zip(states, ids, strict=True)])
         for copy, part, rows in zip(copies, ids, together, strict=True):
             assert torch.equal(small.decode(copy, part), rows)
+
+
+@pytest.mark.parametrize("replay", [*REPLAYS, "off"])
+def test_a_step_of_mixed_rows_is_each_alone(small: Transformer, replay: DecoderReplay) -> None:
+    """Decode rows, drafted rows, chunks before, across and at the end of the last window, replayed rows."""
+    window = small.config.attention.sliding_window
+    donor = small.new_state(decoder_replay=replay)
+    given = random_ids(small.config, 700, 1)
+    small.prefill(donor, given[:600])
+
+    def make() -> list[Part]:
+        """(state, rows) of each kind, fresh."""
+        parts = []
+        for number, (held, rows, prompt) in enumerate(
+            [(40, 1, None), (41, 6, None), (0, 300, 700), (90, 33, 123), (7, 2 * window, 7 + 3 * window), (0, 1, 1)]
+        ):
+            state = small.new_state(decoder_replay=replay)
+            ids = random_ids(small.config, held + rows, number)
+            if held:
+                small.prefill(state, ids[:held], prompt_tokens=prompt or held)
+            parts.append(Part(state=state, ids_T=ids[held:], prompt_tokens=prompt))
+        for exact in (True, False):
+            state = with_entries(small, donor, 600, replay)
+            if exact and replay != "off":
+                start = state.resume_exact(given, 600, 650)
+            else:
+                start = state.resume_bounded(given, 600)
+            parts.append(Part(state=state, ids_T=given[start:640], prompt_tokens=650))
+        return parts
+
+    with deterministic():
+        together, alone = make(), make()
+        logits = small.step(together)
+        for part, one, rows in zip(together, alone, logits, strict=True):
+            want = small.step([one])[0]
+            assert torch.equal(rows, want)
+            assert rows.shape[0] == (
+                len(part.ids_T) if part.prompt_tokens is None else part.state.num_tokens == part.prompt_tokens
+            )
+            assert same(visible(part.state), visible(one.state))

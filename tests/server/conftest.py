@@ -12,10 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from cedar.cache.turns import ReplayMap
 from cedar.config.serve import ServeConfig
 from cedar.engine.load import ModelFiles, open_model, start_engine
+from cedar.engine.metrics import Metrics
 from cedar.server.run import _Server, uvicorn_config
 from cedar.server.service import Service
 
@@ -60,24 +63,31 @@ class Running:
         assert not self._thread.is_alive()
 
 
-@pytest.fixture(scope="session")
-def server(files: ModelFiles) -> Iterator[Running]:
-    """One server of the real engine for all tests that leave it as it was."""
-    config = ServeConfig(max_context=1024, max_body_bytes=200_000, prefill_chunk=64)
+def run_server(files: ModelFiles, **limits: Any) -> Iterator[Running]:
+    """A server of the real engine."""
+    config = ServeConfig(**limits)
     running = Running(files, config, start_engine(files, config))
     yield running
     running.stop()
     running.engine.close()
+
+
+@pytest.fixture(scope="session")
+def server(files: ModelFiles) -> Iterator[Running]:
+    """One server of the real engine for all tests that leave it as it was."""
+    yield from run_server(files, max_context=1024, max_body_bytes=200_000, max_step_tokens=64)
 
 
 @pytest.fixture(scope="session")
 def roomy(files: ModelFiles) -> Iterator[Running]:
     """The same with room for the prompts of tools, in a vocabulary that is nearly letters."""
-    config = ServeConfig(max_context=8192, prefill_chunk=512)
-    running = Running(files, config, start_engine(files, config))
-    yield running
-    running.stop()
-    running.engine.close()
+    yield from run_server(files, max_context=8192, max_step_tokens=512)
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., Iterator[Running]]:
+    """Makes servers with other limits."""
+    return run_server
 
 
 class ScriptedEngine:
@@ -89,7 +99,8 @@ class ScriptedEngine:
     def __init__(self, events: list[tuple[float, Any]]) -> None:
         self.events = events
         self.cancelled = threading.Event()
-        self.metrics = SimpleNamespace(running=0, waiting=0)
+        self.metrics = Metrics()
+        self.numerics = "scripted"
         self.requests: list[Any] = []
 
     def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
@@ -108,6 +119,10 @@ class ScriptedEngine:
 
         threading.Thread(target=say, daemon=True).start()
         return SimpleNamespace(cancel=cancelled.set)
+
+    def memory_stats(self) -> dict[str, float]:
+        """No table is on disk."""
+        return {"cached_rows": 0, "read_rows": 0, "stall_s": 0.0}
 
     def ask_cache(self, question: Callable[[Any], Any]) -> Future[Any]:
         """An empty cache, whatever the question."""
@@ -134,6 +149,7 @@ class Actor(ScriptedEngine):
     def __init__(self, files: ModelFiles, lines: Sequence[str], *, token_s: float = 0.0) -> None:
         super().__init__([])
         self._files, self._lines, self._token_s = files, lines, token_s
+        self.cache = SimpleNamespace(turns=ReplayMap(files.tokenizer, b"actor"))
         self._lock = threading.Lock()
 
     def submit(self, request: Any, on_event: Callable[[Any], None]) -> Any:
@@ -223,3 +239,23 @@ def scripted(files: ModelFiles) -> Iterator[Callable[..., tuple[Running, Scripte
     yield build
     for running in made:
         running.stop()
+
+
+def check_shape(path: str, response: httpx.Response) -> None:
+    """Whatever was asked: no server error, and a refusal in the shape of the route's API."""
+    assert response.status_code < 500, (path, response.request.content[:500], response.text)
+    kind = response.headers["content-type"]
+    if response.status_code == 200:
+        assert kind in ("application/json", "text/event-stream; charset=utf-8")
+        return
+    assert kind == "application/json"
+    body = response.json()
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["request_id"]
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
+
+
+@pytest.fixture(scope="session")
+def assert_shape() -> Callable[[str, httpx.Response], None]:
+    return check_shape

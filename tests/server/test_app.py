@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -119,6 +120,61 @@ def test_messages_that_do_not_fit_together(server: Running) -> None:
     assert_error(post(server.url, GOOD | {"messages": [result]}), 400, "invalid_messages", "messages[0].tool_call_id")
 
 
+def test_calls_and_results_that_do_not_pair(server: Running) -> None:
+    # field report C36: a result without its call and an id used twice are named, a call without a result is let pass
+    function = {"name": "look", "arguments": "{}"}
+    calls = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}] * 2}
+    user, after = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And?"}
+    assert_error(
+        post(server.url, GOOD | {"messages": [user, calls]}), 400, "invalid_messages", "messages[1].tool_calls"
+    )
+    calls["tool_calls"] = calls["tool_calls"][:1]
+    assert post(server.url, GOOD | {"messages": [user, calls, after]}).status_code == 200
+    result = {"role": "tool", "tool_call_id": "b", "content": "r"}
+    message = assert_error(
+        post(server.url, GOOD | {"messages": [user, calls, result]}),
+        400,
+        "invalid_messages",
+        "messages[2].tool_call_id",
+    )
+    assert "messages[2]" in message and "'b'" in message
+
+
+IMAGES: list[Any] = [
+    {"url": "data:image/png;base64,AAAA"},
+    {"url": "data:image/png;base64,%%%"},
+    {"url": "data:image/png;base64,"},
+    {"url": "https://example.org/a.png", "detail": "high"},
+    {"url": "http://127.0.0.1:1/a.png"},
+    {"url": "file:///etc/passwd"},
+    "data:image/gif;base64,AAAA",
+]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=["png", "broken", "empty", "remote", "private", "file", "text"])
+def test_an_image_is_refused_by_every_api_and_never_fetched(server: Running, image: Any) -> None:
+    # field reports C30, C31: this model cannot see, whatever the image is
+    url = image if isinstance(image, str) else image["url"]
+    text = {"type": "text", "text": "What is this?"}
+    bodies: list[tuple[str, dict[str, Any], str | None]] = [
+        (CHAT, {"messages": [{"role": "user", "content": [text, {"type": "image_url", "image_url": image}]}]},
+         "messages[0].content[1]"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+         "input[0].content[0]"),
+        ("/v1/messages",
+         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}]}, None),
+        ("/apply_template", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]},
+         "messages[0].content[0]"),
+    ]  # fmt: skip
+    for path, body, param in bodies:
+        response = httpx.post(server.url + path, json={"model": "nonsense", "max_tokens": 4, **body})
+        assert response.status_code == 400 and "images are not enabled" in response.text, (path, response.text)
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        if param is not None:
+            assert (error["code"], error["param"]) == ("invalid_image", param)
+
+
 def test_an_image_is_refused_by_name(server: Running) -> None:
     # field reports C30, C31
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -216,7 +272,7 @@ def test_health_ready_models_page(server: Running) -> None:
     page = httpx.get(server.url)
     assert page.headers["content-type"].startswith("text/html")
     # self-contained: nothing is fetched from elsewhere
-    for mark in ("<script>", "prefers-color-scheme", "/v1/chat/completions", "viewport"):
+    for mark in ("<script>", "light-dark(", "/v1/chat/completions", "viewport"):
         assert mark in page.text
     for mark in ("http://", "https://", '<link rel="stylesheet"', "src="):
         assert mark not in page.text.replace("http://www.w3.org/2000/svg", "")
@@ -330,27 +386,28 @@ def _open(server: Running, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_hang_up_cancels(scripted: Scripted, files: ModelFiles, stream: bool) -> None:
-    # field report C28: streaming or not, a clean close counts
-    server, engine = scripted([(0.01, Token(5))] * 2000)
-    connection = _open(server, GOOD | {"stream": stream})
-    while not engine.requests:
-        time.sleep(0.005)
-    time.sleep(0.05)
-    assert not engine.cancelled.is_set()
-    connection.close()
-    assert engine.cancelled.wait(0.5)
-
-
-def test_a_hang_up_while_waiting_for_the_first_token(scripted: Scripted) -> None:
-    server, engine = scripted([(30, END)])
-    connection = _open(server, GOOD)
-    while not engine.requests:
-        time.sleep(0.005)
-    connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-    assert engine.cancelled.wait(0.5)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "body"])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
+def test_a_hang_up_cancels_within_100_ms(scripted: Scripted, phase: str, stream: bool) -> None:
+    # field report C28: streaming or not, a clean close counts, and so does a rude one
+    event: Any = {"queue": Progress(0, 9), "prefill": Progress(1, 9), "decode": Token(5)}[phase]
+    server, engine = scripted([(30 if phase == "queue" else 0.01, event)] * 2000)
+    took_s = []
+    for attempt in range(5):
+        connection = _open(server, GOOD | {"stream": stream})
+        while len(engine.requests) == attempt:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert not engine.cancelled.is_set()
+        began = time.monotonic()
+        if attempt % 2:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+        assert engine.cancelled.wait(2)
+        took_s.append(time.monotonic() - began)
+    print(f"{phase}: {1000 * statistics.median(took_s):.1f} ms, at most {1000 * max(took_s):.1f}")
+    # one of five may meet a busy machine
+    assert sorted(took_s)[3] < 0.1
 
 
 def test_a_hang_up_frees_the_real_engine(server: Running) -> None:

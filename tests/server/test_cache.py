@@ -1,4 +1,4 @@
-"""The cache as a client sees it: usage, headers, salts, explain, stats, purge (about 15 s)."""
+"""The cache as a client sees it: usage, headers, salts, explain, stats, purge, pin (about 15 s)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pytest
+
+from cedar.errors import CapacityError
 
 Running = Any  # the one in conftest.py
 CHAT = "/v1/chat/completions"
@@ -60,3 +63,34 @@ def test_explain_stats_and_purge(server: Running) -> None:
     assert httpx.post(f"{server.url}/v1/cache/explain", json=body).json()["held_tokens"] == 0
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'cached_tokens_total{tier="memory"}' in metrics and 'resume_total{grade="cold"}' in metrics
+
+
+def test_a_pinned_prompt_stays(server: Running) -> None:
+    text = "The fox of the pin test lives near the river, and it stays there. " * 9
+    ask(server, text)
+    body: dict[str, Any] = {"model": "nonsense", "messages": [{"role": "user", "content": text}]}
+
+    def held() -> int:
+        return int(httpx.post(f"{server.url}/v1/cache/explain", json=body).json()["held_tokens"])
+
+    told = httpx.post(f"{server.url}/v1/cache/pin", json=body).json()
+    assert told["pinned"] and 0 < told["tokens"] <= told["prompt_tokens"]
+    assert httpx.get(f"{server.url}/v1/cache/stats").json()["pinned_pages"] > 0
+    httpx.post(f"{server.url}/v1/cache/purge", json={})
+    assert held() >= 128
+    assert httpx.post(f"{server.url}/v1/cache/pin", json=body | {"pinned": False}).json()["pinned"] is False
+    httpx.post(f"{server.url}/v1/cache/purge", json={})
+    assert held() == 0
+    for wrong in ({"pinned": "yes"}, {"messages": []}):
+        response = httpx.post(f"{server.url}/v1/cache/pin", json=body | wrong)
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_too_much_cannot_be_pinned(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(*_: Any) -> int:
+        raise CapacityError("3 pages are pinned, 9 more would be more than half of 16: unpin others")
+
+    monkeypatch.setattr(server.engine.cache, "pin", pin)
+    body = {"model": "nonsense", "messages": [{"role": "user", "content": "Hi"}]}
+    response = httpx.post(f"{server.url}/v1/cache/pin", json=body)
+    assert response.status_code == 400 and "unpin others" in response.json()["error"]["message"]

@@ -243,11 +243,12 @@ def test_a_full_queue_says_when_to_come_back(scripted: Scripted, monkeypatch: py
 
 
 def test_a_drain_lets_open_answers_end(scripted: Scripted) -> None:
-    running, _ = scripted([(0.05, Token(5))] * 10 + [(0, END)])
+    running, engine = scripted([(0.05, Token(5))] * 10 + [(0, END)])
     texts: list[str] = []
     reader = threading.Thread(target=lambda: texts.append(ask(running, body=GOOD | {"stream": True}).text))
     reader.start()
-    time.sleep(0.2)
+    while not engine.requests:
+        time.sleep(0.005)
     running.call(running.service.drain)
     time.sleep(0.05)
     refused = ask(running)

@@ -137,6 +137,9 @@ def test_replay_of_a_chat_by_hand() -> None:
     # before the first replay nothing is cut off, from 14 on the first prompt's floor holds, from 34 the second's:
     # its last window would begin at 34, where the first answer ends
     assert floor.tolist() == [0] * 14 + [14] * 20 + [34] * 26
+    # a second turn shorter than the window restarts nothing, as `SequenceState.begin_prompt` has it
+    short, _ = _replayed(np.random.default_rng(0), Sample(ids, learn, ((30, 34), (49, 54))), 16)
+    assert short.tolist() == [0] * 14 + [14] * 46
     # row 29 predicts token 30
     assert np.flatnonzero(learnt).tolist() == [29, 30, 31, 32, 49, 50, 51, 52]
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from cedar.chat.tokenizer import PAD, train_tokenizer
 from cedar.checkpoint.resume import checkpoints
 from cedar.errors import CedarError, FormatError
+from cedar.model.engram import Engram
+from cedar.model.layers import RMSNorm
+from cedar.train.data import Batches
 from cedar.train.loop import Clock, Trainer
+from cedar.train.run import new_model
+from cedar.train.tasks import sample_text
+from tests.train.conftest import tiny_recipe
 
 Make = Callable[..., Trainer]
-EVERYTHING = {"rounding": ["serving"], "replay_share": 0.5, "mixture": {"lookup": 0.5, "pairs": 0.5}, "lengths": [128]}
+EVERYTHING = {
+    "rounding": ["serving"],
+    "replay_share": 0.5,
+    "encoder_replay_share": 0.3,
+    "mixture": {"lookup": 0.5, "pairs": 0.5},
+    "lengths": [128],
+}
 
 
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -30,6 +46,21 @@ def test_one_batch_is_learnt_by_heart_in_200_steps(make_trainer: Make) -> None:
     losses = [trainer.train_step(replace(batch, dense=step % 2 == 0)).loss for step in range(200)]
     assert min(losses[-5:]) < 0.05
     assert losses[0] > 5
+
+
+@pytest.mark.slow
+def test_micro_learns_one_batch_by_heart(tmp_path: Path) -> None:
+    """About four minutes on an idle core."""
+    words = np.random.default_rng(1).integers(97, 123, (20000, 5)).astype(np.uint8)
+    text = " ".join(bytes(word).decode() for word in words)
+    config = replace(tiny_recipe(steps=200, schedule={"warmup_steps": 20}), preset="micro")
+    micro = train_tokenizer([sample_text(1, 2000), text], 1024)
+    model = new_model(config, micro, torch.device("cpu"))
+    batches = Batches(config, micro, {}, window=model.config.attention.sliding_window)
+    trainer = Trainer(config, model, batches, tmp_path, report=lambda line: None)
+    batch = trainer.batches.batch(0, 0)
+    losses = [trainer.train_step(replace(batch, dense=step % 2 == 0)).loss for step in range(200)]
+    assert min(losses[-5:]) < 0.05
 
 
 def test_micro_batches_do_not_change_the_gradient(make_trainer: Make) -> None:
@@ -48,7 +79,7 @@ def test_micro_batches_do_not_change_the_gradient(make_trainer: Make) -> None:
     whole, halves, quarters = gradients(1), gradients(2), gradients(4)
     for name, want in whole.items():
         for got in (halves[name], quarters[name]):
-            assert (got - want).norm() <= 1e-4 * want.norm() + 1e-9, name
+            assert (got - want).norm() <= 1e-5 * want.norm() + 1e-10, name
 
 
 @pytest.mark.parametrize("stage", [{}, EVERYTHING], ids=["plain", "as it serves"])
@@ -178,3 +209,78 @@ def test_stop_after_ends_the_command_not_the_run(make_trainer: Make) -> None:
     assert again.resume()
     assert again.step == trainer.step
     assert again.clock.before_s > 0.9
+
+
+# field report E04: sequences too short for a pair gave no gradient, or hung
+def test_samples_of_one_token_give_a_finite_step(make_trainer: Make) -> None:
+    trainer = make_trainer(row_tokens=16, stage={"lengths": [16]})
+    batch = trainer.batches.batch(0, 0)
+    row_S = torch.arange(16, dtype=torch.int32)
+    # each sample has one token and its padding: no entry of ratio 2 is ever complete before a row that reads it
+    start_S = row_S - row_S % 2
+    ids_BS = torch.where(row_S % 2 == 0, batch.ids_BS, trainer.batches.tasks.tokenizer.special[PAD]).int()
+    alone = replace(
+        batch,
+        ids_BS=ids_BS,
+        targets_BS=torch.where(row_S % 2 == 0, 7, -1).int().expand_as(ids_BS).contiguous(),
+        segment_start_BS=start_S.expand_as(ids_BS).contiguous(),
+        window_floor_BS=start_S.expand_as(ids_BS).contiguous(),
+        sample_BS=torch.where(row_S % 2 == 0, row_S // 2, -1).int().expand_as(ids_BS).contiguous(),
+        num_samples=8,
+        dense=False,
+    )
+    result = trainer.train_step(alone)
+    assert not result.skipped
+    assert math.isfinite(result.loss)
+    assert all(torch.isfinite(p).all() for p in trainer.parameters.values())
+
+
+# field report E12: norms that kept a library's default
+def test_every_norm_carries_the_eps_of_the_config(make_trainer: Make) -> None:
+    model = make_trainer().model
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    assert len(norms) > 30
+    eps = {module.eps for module in (*norms, *(m for m in model.modules() if isinstance(m, Engram)))}
+    assert eps == {model.config.rms_norm_eps} == {1e-20}
+
+
+# field report E02: what must stay in high precision did not, and groups of two dtypes came back wrong
+def test_masters_and_states_are_float32_whatever_is_rounded(make_trainer: Make) -> None:
+    trainer = make_trainer(stage=EVERYTHING, row_tokens=128)
+    trainer.train_step(trainer.batches.batch(0, 0))
+    assert {p.dtype for p in trainer.parameters.values()} == {torch.float32}
+    state = trainer.optimizers.state()
+    assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.float32}
+    other = make_trainer(folder="other", stage=EVERYTHING, row_tokens=128)
+    other.optimizers.load(state, trainer.optimizers.updates)
+    for name, tensor in other.optimizers.state().items():
+        assert tensor.dtype == state[name].dtype
+        assert torch.equal(tensor, state[name]), name
+
+
+# field reports E14 and E08: an indexer that no loss reaches, a bias that never moves
+def test_indexers_learn_only_where_their_loss_is_on(make_trainer: Make) -> None:
+    for weight, learns in ((1.0, True), (0.0, False)):
+        trainer = make_trainer(folder=f"run{weight}", index_loss_weight=weight)
+        found: dict[str, float] = {}
+
+        def keep(rate: float, trainer: Trainer = trainer, found: dict[str, float] = found) -> None:
+            grads = {n: p.grad for n, p in trainer.parameters.items() if ".indexer." in n and p.grad is not None}
+            found.update({name: float(grad.norm()) for name, grad in grads.items()})
+
+        trainer.optimizers.step = keep  # type: ignore[method-assign]
+        trainer.train_step(trainer.batches.batch(1, 0))
+        assert len(found) > 8
+        assert all((norm > 0) is learns for norm in found.values())
+
+
+# field report E15: not a number after a restore
+def test_losses_go_on_after_a_restore(make_trainer: Make) -> None:
+    first = make_trainer(steps=10, stage=EVERYTHING, row_tokens=128)
+    before = [first.train_step(first.batches.batch(step, 0)).loss for step in range(5)]
+    first.save()
+    second = make_trainer(steps=10, stage=EVERYTHING, row_tokens=128)
+    assert second.resume()
+    after = [second.train_step(second.batches.batch(step, 0)).loss for step in range(5, 10)]
+    assert all(math.isfinite(loss) for loss in after)
+    assert max(after) < max(before) + 0.5

@@ -16,6 +16,7 @@ from cedar.checkpoint.resume import load_newest
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError, FormatError
 from cedar.train import run as runs
+from cedar.train.card import model_card
 from cedar.train.prepare import prepare
 from cedar.train.tasks import sample_text
 from tests.train.conftest import tiny_recipe
@@ -94,6 +95,15 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| as it serves | **50.0%** of 4 |" in card
     assert "3.3 million parameters" in card
+    gates = [["n-gram loss", "0.050", "at most 0.150", "yes"], ["MQAR", "90.0%", "at least 95.0%", "no, by 5.0%"]]
+    found = {
+        "device": "a CPU",
+        "gates": gates,
+        "by_length": {"pass key": {"512": "100.0% of 10", "8192": "80.0% of 5"}},
+    }
+    told = model_card({**facts, "evaluation": found}, parameters=1, size_bytes=1)
+    assert "| MQAR | 90.0% | at least 95.0% | no, by 5.0% |" in told
+    assert "| 8,192 | 80.0% of 5 |" in told
     # what was trained with rounded weights is what was written
     state, _ = load_newest(tmp_path / "checkpoints")
     assert state is not None
@@ -101,10 +111,6 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
     trained.load_state_dict(dict(state.model))
     ids = torch.tensor([tokenizer.encode("The red fox is in the barn.")])
     with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            # stored in bf16 and not rounded in training: their error is below its noise
-            if name == "embed.weight" or name.endswith(("norm.weight", "q_weight", "k_weight")):
-                parameter.copy_(parameter.bfloat16())
         want = trained(ids, rounding=replace(Rounding.none(), weights=True)).logits_BSV
         got = model(ids, rounding=Rounding.none()).logits_BSV
     assert torch.allclose(want, got, atol=1e-5)
@@ -115,6 +121,11 @@ def test_train_stop_go_on_export_pack(data: Path, tmp_path: Path, monkeypatch: p
         assert "model/config.json" in archive.getnames()
     said.clear()
     assert runs.train(config, tmp_path / "next", device="cpu", start_from=tmp_path / "packed", report=said.append)
+    # a model folder is a start as well: its packed tables become float ones again
+    assert runs.train(config, tmp_path / "third", device="cpu", start_from=tmp_path / "model", report=said.append)
+    with pytest.raises(FormatError, match="another model config"):
+        other = replace(config, model=("moe.inner_size=96",))
+        runs.train(other, tmp_path / "fourth", device="cpu", start_from=tmp_path / "model", report=said.append)
     # a run that begins from another's weights says so, and its card tells both
     facts = json.loads((tmp_path / "next" / "model" / "training.json").read_text())
     assert [(run["steps"], run["recipe"]["preset"]) for run in facts["earlier"]] == [(3, "nano")]

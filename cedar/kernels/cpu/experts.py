@@ -12,7 +12,7 @@ __all__ = ["experts", "fits", "route", "unavailable"]
 
 FORWARD_ONLY = ("experts", "route")
 # more rows share an expert often enough for one product per expert to win
-_EXPERT_ROWS = 4
+_EXPERT_ROWS = 24
 
 
 def fits(op: str, *tensors: Tensor) -> bool:
@@ -63,9 +63,10 @@ def experts(
 ) -> Tensor:
     u_TD, ids_TK, weights_TK = native.rows(u_TD), native.rows(ids_TK), native.rows(weights_TK)
     output_TD = torch.empty_like(u_TD)
-    inner = w1_EID.shape[1]
-    scratch = u_TD.new_empty(2 * inner)
-    native.function("experts", "ppppppppllllfi")(
+    num_experts, inner, channels = w1_EID.shape
+    # a padding row may name one expert twice
+    scratch, taken = u_TD.new_empty(2 * ids_TK.numel() * inner), torch.empty_like(ids_TK)
+    native.function("experts", "ppppppppplllllfi")(
         u_TD.data_ptr(),
         ids_TK.data_ptr(),
         weights_TK.data_ptr(),
@@ -74,9 +75,11 @@ def experts(
         w2_EDI.data_ptr(),
         output_TD.data_ptr(),
         scratch.data_ptr(),
+        taken.data_ptr(),
         *ids_TK.shape,
-        u_TD.shape[1],
+        channels,
         inner,
+        num_experts,
         limit,
         round_inner,
     )

@@ -218,26 +218,34 @@ EXPORT int attention(const float *query, const float *window, const uint8_t *win
 /* ---- experts ---------------------------------------------------------------------------------------------- */
 
 /* scratch: 2 * inner floats */
+/* expert by expert, so that a weight row is read once for all rows that chose it; each row's sums run in the order of
+   its ids, which ascend */
 EXPORT void experts(const float *u, const int64_t *ids, const float *weights, const float *w1, const float *w3,
-                    const float *w2, float *out, float *scratch, int64_t rows, int64_t chosen, int64_t channels,
-                    int64_t inner, float limit, int round_inner) {
-    for (int64_t t = 0; t < rows; t++, u += channels, ids += chosen, weights += chosen, out += channels) {
-        memset(out, 0, (size_t)channels * sizeof(float));
-        for (int64_t k = 0; k < chosen; k++) {
-            const float *gate = w1 + ids[k] * inner * channels, *up = w3 + ids[k] * inner * channels;
-            const float *down = w2 + ids[k] * channels * inner;
-            for (int64_t i = 0; i < inner; i++) {
-                float g = fminf(dot(gate + i * channels, u, channels), limit);
-                float v = clamp(dot(up + i * channels, u, channels), limit);
-                scratch[i] = g * sigmoid(g) * v * weights[k];
+                    const float *w2, float *out, float *scratch, int64_t *taken, int64_t rows, int64_t chosen,
+                    int64_t channels, int64_t inner, int64_t num_experts, float limit, int round_inner) {
+    memset(out, 0, (size_t)(rows * channels) * sizeof(float));
+    float *rounded = scratch + rows * chosen * inner;
+    for (int64_t e = 0; e < num_experts; e++) {
+        int64_t count = 0;
+        for (int64_t place = 0; place < rows * chosen; place++)
+            if (ids[place] == e) taken[count++] = place;
+        if (!count) continue;
+        const float *gate = w1 + e * inner * channels, *up = w3 + e * inner * channels;
+        for (int64_t i = 0; i < inner; i++, gate += channels, up += channels)
+            for (int64_t n = 0; n < count; n++) {
+                const float *x = u + taken[n] / chosen * channels;
+                float g = fminf(dot(gate, x, channels), limit), v = clamp(dot(up, x, channels), limit);
+                scratch[n * inner + i] = g * sigmoid(g) * v * weights[taken[n]];
             }
-            float *x = scratch;
-            if (round_inner) {
-                x = scratch + inner;
-                round_rows(scratch, x, inner, 0);
-            }
-            for (int64_t c = 0; c < channels; c++) out[c] += dot(down + c * inner, x, inner);
+        const float *middle = scratch;
+        if (round_inner) {
+            for (int64_t n = 0; n < count; n++) round_rows(scratch + n * inner, rounded + n * inner, inner, 0);
+            middle = rounded;
         }
+        const float *down = w2 + e * channels * inner;
+        for (int64_t c = 0; c < channels; c++, down += inner)
+            for (int64_t n = 0; n < count; n++)
+                out[taken[n] / chosen * channels + c] += dot(down, middle + n * inner, inner);
     }
 }
 

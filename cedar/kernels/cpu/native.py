@@ -70,6 +70,12 @@ def _library() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(path)) if path.exists() else None
 
 
+def build_id() -> str:
+    """The library that is used, or nothing: another source, other flags and another processor give another."""
+    path = _library_path()
+    return path.stem if path.exists() else ""
+
+
 def unavailable(device: str) -> str:
     """Why the compiled kernels cannot run on `device`, or an empty string."""
     if device != "cpu":

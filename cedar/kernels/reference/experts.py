@@ -45,7 +45,7 @@ def experts(
     limit: float,
     round_inner: bool,
 ) -> Tensor:
-    output_TD = torch.zeros(u_TD.shape, dtype=torch.float32, device=u_TD.device)
+    output_TD = torch.zeros_like(u_TD.float())
     for expert in range(w1_EID.shape[0]):
         row, slot = (ids_TK == expert).nonzero(as_tuple=True)
         if row.numel() == 0:

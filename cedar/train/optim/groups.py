@@ -23,7 +23,7 @@ class Rule:
     """A row of the table.
 
     Attributes:
-        pattern: Matches the whole parameter name, its layer's number left out.
+        pattern: Matches the whole parameter name, its layer's or draft block's number left out.
         decays: Weight decay applies.
         blocks: Row blocks that Muon orthogonalises apart.
         engram: The table's own rate applies.
@@ -39,6 +39,11 @@ class Rule:
 RULES = (
     Rule(pattern=r"(embed|head)\.weight", optimizer="sinkhorn", decays=False),
     Rule(pattern=r"layers\.engram\.embed\.weight", optimizer="sinkhorn", decays=False, engram=True),
+    # a draft block is named as a layer; these are its ends
+    Rule(pattern=r"layers\.markov_head\.(embed|head)\.weight", optimizer="sinkhorn", decays=False),
+    Rule(pattern=r"layers\.main_proj\.weight", optimizer="muon", decays=True),
+    Rule(pattern=r"layers\.(main_norm|norm)\.weight", optimizer="adamw", decays=True),
+    Rule(pattern=r"layers\.confidence_head\.proj\.weight", optimizer="adamw", decays=True),
     Rule(pattern=r"(norm|layers\.(attn_norm|ffn_norm))\.weight", optimizer="adamw", decays=True),
     Rule(
         pattern=r"layers\.attn\.(q_norm|kv_norm|compressor\.norm|indexer\.k_norm)\.weight",
@@ -92,7 +97,7 @@ def rule_of(name: str) -> Rule:
     Raises:
         ConfigError: No row matches, or more than one does.
     """
-    plain = re.sub(r"^layers\.\d+\.", "layers.", name)
+    plain = re.sub(r"^(layers|mtp)\.\d+\.", "layers.", name)
     matching = [rule for rule in RULES if re.fullmatch(rule.pattern, plain)]
     if len(matching) != 1:
         rows = ", ".join(rule.pattern for rule in matching) or "none"

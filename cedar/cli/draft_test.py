@@ -1,0 +1,218 @@
+"""What drafting brings: the same greedy answers with the draft and without, in turns, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cedar.chat.tokenizer import BOS
+from cedar.config.serve import ServeConfig
+from cedar.engine.engine import Engine
+from cedar.engine.load import ModelFiles, start_engine
+from cedar.engine.request import Drafting, Finished, Request, SamplingParams, Token
+from cedar.engine.speculate import Drafter, DraftRequest, Proposal
+from cedar.errors import ConfigError
+
+Mode = Literal["off", "all", "on", "auto"]
+# `all` verifies every draft, whatever the confidence; `on` as many as pay; `auto` also leaves drafting out
+MODES: tuple[Mode, ...] = ("off", "all", "on", "auto")
+STORIES = (
+    "Once upon a time there was a little",
+    "The old man sat down by the fire and",
+    "It was a cold morning in winter when",
+    "The captain looked out over the sea.",
+    "When the children came to the wood, they",
+    "My father was a poor man who",
+    "There was no light in the house, and",
+    "The king had a daughter who",
+    "At last the train came in, and",
+    "She opened the letter and",
+    "A long way from the village there lived",
+    "The two brothers went into the garden.",
+    "In the evening the wind began to blow, and",
+    "The dog ran down to the river and",
+    "Nobody knew where the boy had gone.",
+    "The door was opened by a tall woman who",
+)
+TEMPLATES = (
+    "- the red fox\n" * 3,
+    "The key is in the barn.\n" * 3,
+    "Anna went to the mill and Tom stayed at home.\n" * 3,
+    "lamp, old, cellar;\nbook, new, tower;\n" * 2,
+    '{"name": "Rose", "place": "market"},\n' * 3,
+    "One bell, two bells, three bells.\n" * 3,
+    "Sam said to Kate: come to the river with me.\n" * 2,
+    "Ben has a blue drum.\nIda has a white cup.\n" * 2,
+)
+
+
+class _All:
+    """A drafter whose confidences nobody hears of, so that every draft is verified."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        proposals = self._drafter.propose(requests)
+        return [Proposal(ids=proposal.ids, probs=proposal.probs) for proposal in proposals]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        batches: Requests at once.
+        rounds: Times that each mode runs, in turns; the fastest counts.
+        max_tokens: Of each answer, generated to the end.
+    """
+
+    batches: tuple[int, ...] = (1, 16)
+    rounds: int = 3
+    max_tokens: int = 96
+    temperature: float = 0.0
+    identity_prompts: int = 24
+
+
+@dataclass(slots=True)
+class _Run:
+    tokens: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Tokens a drafted step gives, the target's own included."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 1.0
+
+
+def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
+    """Tokens a second of each mode, acceptance on stories and templates, and whether the answers are the same.
+
+    Returns:
+        `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all
+        drafts verified, and for each batch the modes.
+
+    Raises:
+        ConfigError: The model has no draft.
+    """
+    if not files.config.draft.num_blocks:
+        raise ConfigError(f"the model {files.name} has no draft (num_nextn_predict_layers is 0)")
+    prompts = {
+        kind: [[files.tokenizer.special[BOS], *files.tokenizer.encode(text)] for text in texts]
+        for kind, texts in (("stories", STORIES), ("templates", TEMPLATES))
+    }
+    engine = start_engine(files, ServeConfig(snapshot_bytes=0))
+    try:
+        acceptance = {kind: round(_together(engine, some, plan, "all").acceptance, 3) for kind, some in prompts.items()}
+        batches = [_batch(engine, prompts["stories"], plan, size) for size in plan.batches]
+    finally:
+        engine.close()
+    same, differing = _identity(files, [*prompts["stories"], *prompts["templates"]], plan)
+    return {
+        "model": files.name,
+        "device": str(engine.model.device),
+        "speedup": batches[0]["modes"]["auto"]["speedup"],
+        "identical": differing == 0,
+        "identical_answers": same,
+        "acceptance": acceptance,
+        "batches": batches,
+    }
+
+
+def _batch(engine: Engine, prompts: list[list[int]], plan: Plan, size: int) -> dict[str, Any]:
+    """One batch size: every mode in turns on the same prompts."""
+    best: dict[Mode, _Run] = {}
+    runs = max(1, 4 // size)
+    for _ in range(plan.rounds):
+        for mode in MODES:
+            run = _Run()
+            for number in range(runs):
+                chosen = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
+                part = _together(engine, chosen, plan, mode)
+                for name in ("tokens", "seconds", "drafted", "accepted", "steps"):
+                    setattr(run, name, getattr(run, name) + getattr(part, name))
+            if mode not in best or run.tokens / run.seconds > best[mode].tokens / best[mode].seconds:
+                best[mode] = run
+    base = best["off"].tokens / best["off"].seconds
+    return {
+        "batch": size,
+        "modes": {
+            mode: {
+                "tokens_per_s": round(run.tokens / run.seconds, 2),
+                "speedup": round(run.tokens / run.seconds / base, 3),
+                "acceptance": round(run.acceptance, 3),
+                "width": round(run.drafted / run.steps, 2) if run.steps else 0.0,
+                "wasted_rows": run.drafted - run.accepted,
+            }
+            for mode, run in best.items()
+        },
+    }
+
+
+def _together(engine: Engine, prompts: list[list[int]], plan: Plan, mode: Mode) -> _Run:
+    """All prompts at once, from the first token of the last to begin until all have ended."""
+    drafter = engine.drafter
+    assert drafter is not None
+    if mode == "all":
+        engine.drafter = _All(drafter)
+    draft: Drafting = "on" if mode == "all" else mode
+    sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
+    run = _Run()
+    try:
+        started = time.perf_counter()
+        handles = [
+            engine.submit(Request(prompt_ids=tuple(prompt), sampling=sampling, draft=draft, replay="off", keep=False))
+            for prompt in prompts
+        ]
+        for handle in handles:
+            events = list(handle)
+            end = events[-1]
+            assert isinstance(end, Finished)
+            if end.reason == "error":
+                raise RuntimeError(f"an answer failed: {end.error}")
+            run.answers.append([event.id for event in events if isinstance(event, Token)])
+            run.tokens += end.completion_tokens
+            run.drafted += end.drafted_tokens
+            run.accepted += end.accepted_tokens
+            run.steps += end.draft_steps
+        run.seconds = time.perf_counter() - started
+    finally:
+        engine.drafter = drafter
+    return run
+
+
+def _identity(files: ModelFiles, prompts: list[list[int]], plan: Plan) -> tuple[int, int]:
+    """(answers that are the same with drafts and without, answers that differ), many at once in deterministic mode."""
+    engine = start_engine(files, ServeConfig(strict_cache=True))
+    try:
+        chosen = [prompts[i % len(prompts)] for i in range(plan.identity_prompts)]
+        plain, drafted = (_together(engine, chosen, plan, mode).answers for mode in ("off", "on"))
+    finally:
+        engine.close()
+    same = sum(a == b for a, b in zip(plain, drafted, strict=True))
+    return same, len(chosen) - same
+
+
+def as_text(values: dict[str, Any]) -> str:
+    """A table."""
+    lines = [
+        f"{values['model']} on {values['device']}: {values['speedup']:.2f} times as fast with drafts, answers "
+        + (f"the same ({values['identical_answers']})" if values["identical"] else "DIFFER"),
+        "tokens a step with all drafts: "
+        + ", ".join(f"{kind} {number:.2f}" for kind, number in values["acceptance"].items()),
+        f"{'batch':>5} {'drafts':>6} {'tokens/s':>9} {'speedup':>8} "
+        f"{'tokens a step':>14} {'verified':>9} {'wasted':>7}",
+    ]
+    for batch in values["batches"]:
+        for mode, run in batch["modes"].items():
+            lines.append(
+                f"{batch['batch']:>5} {mode:>6} {run['tokens_per_s']:>9.1f} {run['speedup']:>8.2f} "
+                f"{run['acceptance']:>14.2f} {run['width']:>9.2f} {run['wasted_rows']:>7}"
+            )
+    return "\n".join(lines)
