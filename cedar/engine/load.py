@@ -272,7 +272,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         read_snapshot=Snapshot.from_bytes,
         turns=turns,
     )
-    runner = _open_runner(model, cache, config)
+    runner = _open_runner(model, cache, config, context)
     # a graph's step is shorter than a drafted one run op by op
     draft = read_draft(files.path, model) if config.draft and runner is None else None
     if draft is not None:
@@ -293,7 +293,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     )
 
 
-def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig) -> DecodeRunner | None:
+def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig, context: int) -> DecodeRunner | None:
     """Graphs for decoding, made beforehand; None, with the reason in the log, where they cannot be."""
     from cedar.engine.runner import DecodeRunner, unavailable
 
@@ -302,7 +302,7 @@ def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig) -
         log.info("decoding runs op by op: %s", reason)
         return None
     try:
-        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=config.context(model.config))
+        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=context)
         graphs.warm_up()
     except Exception:  # a driver or a kernel that this machine does not take must not keep the server down
         log.warning("decoding runs op by op: the graphs could not be made", exc_info=True)

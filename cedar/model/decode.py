@@ -101,8 +101,8 @@ class DecodeSlots:
         self._tail_rows = [0] * places
 
     def enter(self, state: SequenceState, slot: int) -> None:
-        """Copy a sequence's windows, halves and look-backs into a slot."""
-        for window, store in zip(self.windows, state.windows, strict=True):
+        """Copy a sequence's windows, halves and look-backs into a slot; a draft's context stays where it is."""
+        for window, store in zip(self.windows, state.windows, strict=False):
             row_R = torch.arange(self.num_ring, device=state.device)
             for plane, stored in zip(window[:2], store.read(row_R), strict=True):
                 plane[slot] = stored
@@ -122,7 +122,7 @@ class DecodeSlots:
     def leave(self, state: SequenceState, slot: int) -> None:
         """The opposite of `enter`, after any number of steps."""
         row_R = torch.arange(self.num_ring, device=state.device)
-        for window, store in zip(self.windows, state.windows, strict=True):
+        for window, store in zip(self.windows, state.windows, strict=False):
             store.overwrite(row_R, [plane[slot] for plane in window[:2]])
         for layer, (content_SRC, gate_SRC) in self.tails.items():
             place_R = self._tail_places(state, self._tail_rows[slot])
