@@ -105,6 +105,26 @@ def measure(
     return statistics.median(rates), max(rates) - min(rates), first_ms
 
 
+def measure_prefill(model: Transformer, num_tokens: int, chunk: int) -> float:
+    """Seconds of a prompt, in chunks, the second time."""
+    cache = CacheManager(model.config, num_pages=num_tokens // 128 + 2, dtype=model.dtype, device=model.device)
+    generator = torch.Generator().manual_seed(3)
+    prompt_T = torch.randint(0, model.config.vocab_size - 8, (num_tokens,), generator=generator).to(model.device)
+    seconds = 0.0
+    # a short prompt first: kernels are compiled
+    for stop in (min(2 * chunk, num_tokens), num_tokens):
+        lease = cache.lease((), b"", Plan())
+        assert cache.reserve(lease, stop, 0)
+        state = model.new_state(make_store=cache.make_store(lease, 0))
+        started = time.perf_counter()
+        for start in range(0, stop, chunk):
+            logits_TV = model.prefill(state, prompt_T[start : start + chunk], prompt_tokens=stop, last_only=True)
+        assert bool(logits_TV.isfinite().all())
+        seconds = time.perf_counter() - started
+        cache.release(lease)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
@@ -115,12 +135,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--prefill", type=int, default=0, help="time a prompt of so many tokens instead")
+    parser.add_argument("--chunk", type=int, default=4096)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     model = open_model(arguments)
     name = arguments.preset or Path(arguments.model).name
     machine = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    if arguments.prefill:
+        seconds = measure_prefill(model, arguments.prefill, arguments.chunk)
+        print(
+            f"{name}: a prompt of {arguments.prefill} tokens in chunks of {arguments.chunk}: {seconds:.2f} s, "
+            f"{arguments.prefill / seconds:,.0f} tokens/s",
+            flush=True,
+        )
+        return
     for count in map(int, arguments.batches.split(",")):
         profile = None if arguments.profile is None else arguments.profile.with_suffix(f".{count}.txt")
         rate, spread, first_ms = measure(model, count, arguments.context, arguments.steps, profile)
