@@ -161,7 +161,7 @@ def test_advance(
         torch.tensor([0.5, 1.0, 2.0], device=device),
         torch.randn(24, device=device),
         torch.randn(channels, device=device).to(dtype),
-        20,
+        20 if device == "cuda" else 6,
         1e-6,
         1e-20,
         1e-20,
@@ -239,7 +239,7 @@ def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int
 
 
 @pytest.mark.parametrize(
-    ("columns", "k"), [(1, 4), (40, 16), (700, 16), (300, 300), (2500, 5), release(16384, 512), release(2**20, 512)]
+    ("columns", "k"), [(1, 4), (40, 16), (700, 16), (300, 300), (1100, 5), release(16384, 512), release(2**20, 512)]
 )
 def test_top_entries(device: str, columns: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from cedar.kernels.triton import topk
@@ -294,9 +294,9 @@ def test_route(device: str, dtype: torch.dtype, images: bool) -> None:
 
 @pytest.mark.parametrize("rounded", [True, False])
 def test_feed(device: str, dtype: torch.dtype, rounded: bool) -> None:
-    rows, channels, inner = 3, 160, 64
+    rows, channels, inner = 2, 96, 32
     u, weights = torch.randn(rows, channels, device=device).to(dtype), torch.rand(rows, 2, device=device)
-    ids = torch.tensor([[0, 4], [1, 2], [3, 4]], device=device)
+    ids = torch.tensor([[0, 4], [1, 2]], device=device)
     shapes = (
         (5, inner, channels),
         (5, inner, channels),
@@ -439,7 +439,7 @@ def test_packed_linear(
 
 @pytest.mark.parametrize(
     ("rows", "k", "num_experts", "channels", "inner"),
-    [(1, 3, 5, 96, 160), (40, 2, 6, 96, 160), release(128, 6, 16, 5120, 2304)],
+    [(1, 3, 5, 96, 64), (24, 2, 6, 96, 64), release(128, 6, 16, 5120, 2304)],
 )
 def test_packed_experts(
     device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int, channels: int, inner: int
@@ -447,7 +447,7 @@ def test_packed_experts(
     u = quantize.round_rows(torch.randn(rows, channels, device=device), FP8).to(dtype)
     ids = torch.stack([torch.randperm(num_experts, device=device)[:k].sort().values for _ in range(rows)])
     # one expert that most chose fills more than a tile
-    ids[: rows // 2, 0] = 0
+    ids[: rows * 5 // 6, 0] = 0
     weights = torch.rand(rows, k, device=device)
     shapes = ((inner, channels), (inner, channels), (channels, inner))
     packed = [
