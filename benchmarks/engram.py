@@ -64,7 +64,7 @@ def measure(directory: Path, place: str, cache_bytes: int) -> dict[str, float | 
     state = model.new_state()
     began = time.perf_counter()
     for start in range(0, PROMPT_TOKENS, CHUNK):
-        model.prefetch(ids_T[start + CHUNK - 2 : start + 2 * CHUNK])
+        model.prefetch(ids_T[start + CHUNK - 2 : start + 2 * CHUNK].tolist())
         model.prefill(state, ids_T[start : start + CHUNK], prompt_tokens=PROMPT_TOKENS, last_only=True)
     prefill = time.perf_counter() - began
     began = time.perf_counter()

@@ -602,7 +602,7 @@ class CacheManager:
             return None
         if not self._make_room(len(found)):
             raise CapacityError(f"{len(found)} pages must come into memory, {self.pool.num_free} are free")
-        pages = [self.pool.take() for _ in found]
+        pages = self.pool.take_many(len(found))
         for page in pages:
             table.adopt(page)
             self.pool.release(page)

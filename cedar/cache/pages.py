@@ -49,14 +49,24 @@ class PagePool:
         Raises:
             CapacityError: None is free; evict prefixes or preempt a sequence first.
         """
-        if not self._free:
-            raise CapacityError(f"all {self.num_pages} pages are in use")
-        page = self._free.pop()
-        self._refs[page] = 1
-        # what another conversation left here must not reach a disk record
+        return self.take_many(1)[0]
+
+    def take_many(self, count: int) -> list[int]:
+        """As `take`, of several at once: a device clears them in one go.
+
+        Raises:
+            CapacityError: So many are not free; none was taken.
+        """
+        if count > len(self._free):
+            raise CapacityError(f"{count} pages are needed, {len(self._free)} of {self.num_pages} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+        # what another conversation left there must not reach a disk record
+        where = pages[0] if count == 1 else torch.tensor(pages, dtype=torch.int64, device=self.device)
         for plane_PNX in self._planes.values():
-            plane_PNX[page].zero_()
-        return page
+            plane_PNX[where] = 0
+        return pages
 
     def share(self, page: int) -> int:
         """One more holder of a page that has one."""
@@ -170,8 +180,7 @@ class PageTable:
             if index * PAGE_TOKENS < num_tokens and self.pool.references(page) > 1:
                 self.pages[index] = self.pool.copy(page)
                 self.pool.release(page)
-        while len(self.pages) * PAGE_TOKENS < num_tokens:
-            self.pages.append(self.pool.take())
+        self.pages += self.pool.take_many(max(-(-num_tokens // PAGE_TOKENS) - len(self.pages), 0))
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the pages behind the first `num_tokens` tokens."""

@@ -87,7 +87,7 @@ class ModelLike(Protocol):
 
     def step(self, parts: Several[Part]) -> list[Tensor]: ...
 
-    def prefetch(self, ids_T: Tensor) -> None: ...
+    def prefetch(self, ids: Several[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -769,7 +769,7 @@ class Engine:
             sequence, stop = one.sequence, one.sequence.num_done + one.num_rows
             ids = sequence.tokens[max(stop - reach, 0) : stop + one.num_rows]
             if sequence.status is Status.PREFILL and stop < len(sequence.tokens):
-                self.model.prefetch(self._ids(ids))
+                self.model.prefetch(ids)
 
     def _plan(self) -> list[_Work]:
         """Who runs which rows: tokens first, then drafts, then chunks in the order of the queue."""

@@ -365,12 +365,12 @@ class Transformer(nn.Module):
         """The streams and the first pre-mix of token rows, for blocks beside the backbone."""
         return self._embed(ids_T, None, self.dtype if dtype is None else dtype)
 
-    def prefetch(self, ids_T: Tensor) -> None:
+    def prefetch(self, ids: Sequence[int]) -> None:
         """These token ids, with the look-backs before them, run next: bring their rows of tables that are on disk."""
         memories = [block.engram for block in self.layers if block.plan.engram and block.engram.embed.disk is not None]
-        if not memories or ids_T.shape[0] == 0:
+        if not memories or not ids:
             return
-        ids_1S = ids_T.unsqueeze(0)
+        ids_1S = torch.tensor([list(ids)], dtype=torch.int64, device=self.device)
         raw_1SL = lookback_ids(
             ids_1S,
             torch.zeros_like(ids_1S),

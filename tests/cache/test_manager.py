@@ -5,6 +5,7 @@ No model runs here: pages hold bytes that follow from their key, and are compare
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import threading
@@ -450,3 +451,121 @@ def test_a_devices_pages_go_to_the_host_and_the_disk_and_come_back(build: Build)
             manager.publish(lease, tokens)
             manager.release(lease)
         assert manager.metrics.cached_tokens[tier] >= 1500
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_with_faults_serve_no_wrong_byte_and_lose_no_page(
+    build: Build, tmp_path: Path, seed: int
+) -> None:
+    """Turns, cancels, evictions, purges, pins, restarts and prefetches over three tiers whose files break meanwhile."""
+    draw = random.Random(seed)
+    options: dict[str, Any] = {"num_pages": 14, "shared": "bucket"}
+    manager = build(**options)
+    manager._demotes = True
+    chats: list[tuple[int, ...]] = [prompt(draw.randrange(200, 900), number) for number in range(4)]
+    held: list[tuple[Lease, tuple[int, ...]]] = []
+    seen: set[str] = set()
+
+    def turn() -> None:
+        number = draw.randrange(len(chats))
+        kept, added = chats[number][: draw.randrange(100, 1100)], prompt(draw.randrange(2, 200), draw.randrange(9))
+        tokens = chats[number] = (*kept, *added)
+        lease = begin_anyhow(tokens)
+        if lease is None:
+            return
+        first = lease.plan.cached_tokens
+        stop = draw.randrange(first, len(tokens)) // 2 * 2 if draw.random() < 0.3 else len(tokens)
+        if not manager.reserve(lease, max(stop, first), first):
+            manager.release(lease)
+            return
+        for place in range(first // 128, -(-max(stop, first) // 128)):
+            # a page that is adopted in part is written again, as the rows after the hit are
+            if stop > first:
+                manager.pool.write(lease.table.pages[place], payload(tokens, place))
+        manager.publish(lease, tokens[: max(stop, first)])
+        if stop == len(tokens) and draw.random() < 0.7:
+            manager.publish_end(lease, tokens, None)
+        held.append((lease, tokens))
+
+    def begin_anyhow(tokens: tuple[int, ...]) -> Lease | None:
+        for _ in range(60):
+            try:
+                lease = begin(manager, tokens)
+            except CapacityError:
+                return None
+            try:
+                if draw.random() < 0.1:
+                    manager.release(lease)
+                    continue
+                if lease.loading is not None:
+                    lease.loading.wait()
+            except LoadFailed:
+                manager.release(lease)
+                seen.add("failed load")
+                continue
+            seen.add(lease.plan.tier)
+            for place in range(lease.plan.cached_tokens // 128):
+                assert manager.pool.read(lease.table.pages[place]) == payload(tokens, place), (seed, place)
+            return lease
+        raise AssertionError("a sequence starts again for ever")
+
+    def let_go() -> None:
+        while len(held) > draw.randrange(3):
+            lease, tokens = held.pop(draw.randrange(len(held)))
+            if draw.random() < 0.05:
+                manager.distrust(lease, tokens)
+            manager.release(lease)
+
+    def damage() -> None:
+        flush(manager)
+        found = (file for name in ("disk/*/w-*/*.seg", "bucket/**/*") for file in tmp_path.glob(name))
+        files = sorted(file for file in found if file.is_file())
+        for file in draw.sample(files, min(len(files), 2)):
+            content = bytearray(file.read_bytes())
+            if not content or draw.random() < 0.1:
+                file.unlink()
+                continue
+            for _ in range(4):
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            with file.open("r+b") as opened:
+                opened.write(content)
+
+    def restart() -> None:
+        nonlocal manager
+        for lease, _ in held:
+            manager.release(lease)
+        held.clear()
+        whole(manager)
+        flush(manager)
+        manager = build(**options)
+        manager._demotes = True
+
+    def whole(manager: CacheManager) -> None:
+        for loading, _ in manager._leaving:
+            loading.settle()
+        manager.room()
+        assert manager.pool.num_free + manager.tree.num_nodes == 14
+        manager.pool.check()
+
+    def fetch() -> None:
+        coming = manager.prefetch((*draw.choice(chats), 1, 2), b"")
+        if coming is not None:
+            coming.result(30)
+
+    def pin() -> None:
+        with contextlib.suppress(CapacityError):
+            manager.pin(draw.choice(chats), b"", draw.random() < 0.4)
+
+    def evict() -> None:
+        manager.evict(draw.randrange(8))
+
+    actions = [*[turn] * 12, *[let_go] * 8, fetch, pin, damage, damage, evict]
+    for step in range(220):
+        if step % 45 == 44:
+            restart()
+        elif draw.random() < 0.03:
+            manager.purge()
+        else:
+            draw.choice(actions)()
+    restart()
+    assert {"memory", "disk", "host"} <= seen

@@ -431,28 +431,37 @@ def test_two_live_processes_and_one_is_killed(tmp_path: Path) -> None:
     ]
     outputs = [process.stdout for process in processes]
     assert all(output is not None and output.readline() == "ready\n" for output in outputs)
-    one, two = processes
     reader = writer.open_store(tmp_path, 400 * 6144)
-    committed: list[int] = []
-    for turn in range(40):
-        output = outputs[turn % 2] if turn < 20 else outputs[1]
+
+    def whole(number: int) -> bool:
+        """A conversation is served as it was written, or not at all."""
+        got = [reader.get(record.key) for record in writer.chain(number, 6)]
+        assert all(one is None or one == record for one, record in zip(got, writer.chain(number, 6), strict=True))
+        return None not in got
+
+    def killed(number: int) -> int:
+        """The newest conversation that a process had committed when it was killed."""
+        process, output = processes[number], outputs[number]
+        process.send_signal(signal.SIGKILL)
         assert output is not None
-        number = int(output.readline())
-        committed.append(number)
-        for record in writer.chain(number, 6):
-            got = reader.get(record.key)
-            assert got is None or got == record
-        if turn == 20:
-            one.send_signal(signal.SIGKILL)
-            one.wait()
-    two.send_signal(signal.SIGKILL)
-    for process in processes:
+        lines = output.read().split()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-    # the newest are there whole, from the writer that was killed as from the other
-    held = [number for number in committed if all(reader.get(record.key) for record in writer.chain(number, 6))]
-    assert len(held) > 4
+        output.close()
+        return int(lines[-1])
+
+    for turn in range(20):
+        output = outputs[turn % 2]
+        assert output is not None
+        whole(int(output.readline()))
+    time.sleep(0.3)
+    assert whole(killed(0))
+    # the other goes on, and drops what the first has left when it needs the room
+    output = outputs[1]
+    assert output is not None
+    for _ in range(10):
+        whole(int(output.readline()))
+    time.sleep(0.3)
+    assert whole(killed(1))
     assert sum(file.stat().st_size for file in segments(tmp_path)) <= 400 * 6144 + 3 * 50 * 6144
     assert reader.verify()[1] == 0 and set(reader.stats.failed) <= {"io", "checksum"}
     reader.close()

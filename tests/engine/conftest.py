@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ class FakeModel:
     def new_state(self, *, decoder_replay: str = "bounded") -> FakeState:
         return FakeState()
 
-    def prefetch(self, ids_T: Tensor) -> None:
+    def prefetch(self, ids: Sequence[int]) -> None:
         """It has no tables."""
 
     def step(self, parts: list[Part]) -> list[Tensor]:

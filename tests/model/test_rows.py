@@ -145,7 +145,7 @@ def test_three_placements_are_one_model(model_dir: Path, tmp_path: Path) -> None
         state = model.new_state()
         rows = []
         for start, stop in ((0, 40), (40, 71), (71, 80)):
-            model.prefetch(ids_T[max(stop - 2, 0) : stop + 20])
+            model.prefetch(ids_T[max(stop - 2, 0) : stop + 20].tolist())
             rows.append(model.prefill(state, ids_T[start:stop], prompt_tokens=80))
         rows += [model.decode(state, ids_T[place : place + 1]) for place in range(80, 90)]
         told.append(torch.cat(rows))
