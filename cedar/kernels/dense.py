@@ -65,10 +65,10 @@ def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None
 
 
 def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
-    """Each group of channels through its own weight, summed in float32: [T, G, O]. No gradient.
+    """Each group of channels through its own weight, summed in float32, in x's dtype: [T, G, O]. No gradient.
 
     Args:
-        spec: The input is rounded to it on the way in; None takes it as it is.
+        spec: What the result is rounded to for the product that reads it; None leaves it.
     """
     check.shape("grouped_linear", "weight", weight_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
     return select("grouped_linear", x_TGI, weight_GOI)(x_TGI, weight_GOI, spec)

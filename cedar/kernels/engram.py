@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
 
@@ -58,15 +59,17 @@ def engram_memory(
     codes: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
+    spec: FormatSpec | None,
 ) -> Tensor:
     """The table rows that `engram_rows` names, decoded, side by side: [T, K * channels].
 
     Args:
+        spec: What they are rounded to for the product that reads them; None leaves them.
         codes: uint8 E4M3 [rows, channels], on the device of the ids.
         scales: uint8 E8M0 [rows, channels / 32].
     """
     run = select("engram_memory", compressed_TL, codes)
-    return run(compressed_TL, multiplier_L, prime_K, offset_K, codes, scales, dtype)
+    return run(compressed_TL, multiplier_L, prime_K, offset_K, codes, scales, dtype, spec)
 
 
 def look_back(

@@ -335,8 +335,8 @@ class SlotDecoder:
         if table.codes is None or table.scales is None:
             return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
         addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
-        memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype)
-        kv_TX = _linear(memory_TX, engram.wkv.weight, self._spec)
+        memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype, self._spec)
+        kv_TX = _linear(memory_TX, engram.wkv.weight)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
@@ -366,8 +366,8 @@ class SlotDecoder:
         output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
         output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
         weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
-        mixed_TR = grouped_linear(output_TGX, weight_GRX, None).flatten(1)
-        return _linear(mixed_TR, attention.wo_b.weight, self._spec), shared
+        mixed_TR = grouped_linear(output_TGX, weight_GRX, self._spec).flatten(1)
+        return _linear(mixed_TR, attention.wo_b.weight), shared
 
     def _write_entries(self, layer: _Layer, step: DecodeStep, normed_TD: Tensor) -> None:
         attention, source = layer.block.attn, layer.block.plan.layer
@@ -425,5 +425,5 @@ def _joined(*linears: Linear) -> Tensor:
     return joined
 
 
-def _linear(x_TI: Tensor, weight_OI: Tensor, spec: FormatSpec | None = None) -> Tensor:
-    return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), spec).squeeze(1)
+def _linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)

@@ -179,7 +179,7 @@ def call_all(size: dict[str, int]) -> None:
     advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
-    engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16)
+    engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)
     gains = torch.zeros(4, hidden, **half)
     engram.engram_gate(
         torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4, hidden, **half), u, present, gains, gains, 1e-20

@@ -43,7 +43,8 @@ def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None
 def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
     groups = []
     for x_TI, weight_OI in zip(x_TGI.unbind(1), weight_GOI, strict=True):
-        groups.append(ops.linear(x_TI if spec is None else round_rows(x_TI, spec), weight_OI))
+        y_TO = ops.linear(x_TI, weight_OI)
+        groups.append(y_TO if spec is None else round_rows(y_TO, spec))
     return torch.stack(groups, dim=1)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cedar.formats.spec import FP8
-from cedar.kernels.quantize import dequantize_rows
+from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.quantize import dequantize_rows, round_rows
 
 
 def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, offset_K: Tensor) -> Tensor:
@@ -50,9 +50,11 @@ def engram_memory(
     codes: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
+    spec: FormatSpec | None,
 ) -> Tensor:
     row_TK = engram_rows(compressed_TL, multiplier_L, prime_K, offset_K)
-    return dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)
+    memory_TX = dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)
+    return memory_TX if spec is None else round_rows(memory_TX, spec)
 
 
 def look_back(

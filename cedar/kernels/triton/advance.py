@@ -87,9 +87,10 @@ def _products(
     N: tl.constexpr = 4
     four, sixteen = tl.arange(0, N), tl.arange(0, N * N)
     inside = channel < channels
-    pre = tl.zeros([N], tl.float32)
-    post = tl.zeros([N], tl.float32)
-    comb = tl.zeros([N * N], tl.float32)
+    # summed over streams channel by channel, and over channels once at the end
+    pre = tl.zeros([N, B], tl.float32)
+    post = tl.zeros([N, B], tl.float32)
+    comb = tl.zeros([N * N, B], tl.float32)
     square = tl.zeros([B], tl.float32)
     width = N * channels
     for j in tl.static_range(N):
@@ -97,12 +98,12 @@ def _products(
         square += stream * stream
         column = j * channels + channel
         f = tl.load(fn_ptr + four[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
-        pre += tl.sum(f * stream[None, :], axis=1)
+        pre += f * stream[None, :]
         f = tl.load(fn_ptr + (N + four)[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
-        post += tl.sum(f * stream[None, :], axis=1)
+        post += f * stream[None, :]
         f = tl.load(fn_ptr + (2 * N + sixteen)[:, None] * width + column[None, :], mask=inside[None, :], other=0.0)
-        comb += tl.sum(f * stream[None, :], axis=1)
-    return pre, post, comb, tl.sum(square, axis=0)
+        comb += f * stream[None, :]
+    return tl.sum(pre, axis=1), tl.sum(post, axis=1), tl.sum(comb, axis=1), tl.sum(square, axis=0)
 
 
 @triton.jit
@@ -352,7 +353,7 @@ def _run(
         sublayer.gain_D, out_TND, normed_TD, rounded_TD, premix, post, mixing, *routing,
         channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
-        E=0 if router is None else max(2, next_power_of_2(num_experts)), num_warps=8,
+        E=0 if router is None else max(2, next_power_of_2(num_experts)), num_warps=4 if channels <= 256 else 8,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return Entered(out_TND, normed_TD, rounded_TD, premix, post, mixing), ids_TK, weights_TK

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.quantize import round_groups
 from cedar.kernels.triton.stored import e4m3_value, e8m0_value
 
 __all__ = ["FORWARD_ONLY", "engram_gate", "engram_memory", "fits", "look_back", "unavailable"]
@@ -31,7 +33,7 @@ def fits(op: str, first: Tensor, *others: Tensor) -> bool:
 @triton.jit
 def _memory(
     ids_ptr, multiplier_ptr, prime_ptr, offset_ptr, codes_ptr, scales_ptr, out_ptr, num_columns, channels, heads,
-    L: tl.constexpr, C: tl.constexpr,
+    ROUNDED: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     follow()
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -41,11 +43,13 @@ def _memory(
         product = tl.load(ids_ptr + t * L + lookback) * tl.load(multiplier_ptr + lookback)
         mixed = tl.where(column // heads >= lookback - 1, mixed ^ product, mixed)
     row = mixed % tl.load(prime_ptr + column) + tl.load(offset_ptr + column)
-    channel = tl.arange(0, C)
+    channel = tl.arange(0, C // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = channel < channels
     code = tl.load(codes_ptr + row * channels + channel, mask=inside, other=0)
     scale = tl.load(scales_ptr + row * (channels // 32) + channel // 32, mask=inside, other=127)
     value = e4m3_value(code) * e8m0_value(scale)
+    if ROUNDED:
+        value = round_groups(value.to(out_ptr.dtype.element_ty).to(tl.float32), 0)
     tl.store(out_ptr + (t * num_columns + column) * channels + channel, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -57,14 +61,17 @@ def engram_memory(
     codes: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
+    spec: FormatSpec | None,
 ) -> Tensor:
+    assert spec is None or spec == FP8
     num_rows, num_lookbacks = compressed_TL.shape
     num_columns, channels = prime_K.shape[0], codes.shape[1]
     out = torch.empty(num_rows, num_columns * channels, device=codes.device, dtype=dtype)
     _memory[(num_rows, num_columns)](
         compressed_TL.contiguous(), multiplier_L, prime_K, offset_K, codes, scales, out, num_columns, channels,
-        num_columns // (num_lookbacks - 1), L=num_lookbacks, C=next_power_of_2(channels), num_warps=1,
-        launch_pdl=AHEAD,
+        num_columns // (num_lookbacks - 1), ROUNDED=spec is not None, L=num_lookbacks,
+        C=max(32, next_power_of_2(channels)),
+        num_warps=1, launch_pdl=AHEAD,
     )  # fmt: skip
     return out
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from cedar.kernels.experts import Weights
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
-from cedar.kernels.triton.few_rows import round_channels
+from cedar.kernels.triton.quantize import round_groups
 
 __all__ = ["FORWARD_ONLY", "feed", "fits", "unavailable"]
 
 FORWARD_ONLY = ("feed",)
 _MAX_ROWS = 512
-_UP, _DOWN, _STEP = 16, 16, 256
+_UP, _DOWN, _STEP = 32, 16, 256
 
 
 def fits(op: str, u: Tensor, w1: Tensor) -> bool:
@@ -32,7 +32,7 @@ def fits(op: str, u: Tensor, w1: Tensor) -> bool:
 @triton.jit
 def _up(
     u_ptr, ids_ptr, weights_ptr, w1_ptr, w3_ptr, shared1_ptr, shared3_ptr, inner_ptr, channels, num_inner, k, limit,
-    B: tl.constexpr, S: tl.constexpr,
+    ROUNDED: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     follow()
     t, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -57,14 +57,17 @@ def _up(
     dtype: tl.constexpr = inner_ptr.dtype.element_ty
     gate = tl.minimum(gate.to(dtype).to(tl.float32), limit)
     up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
-    y = gate * tl.sigmoid(gate) * up * weight
-    tl.store(inner_ptr + (t * (k + 1) + slot) * num_inner + inner, y.to(dtype), mask=inner < num_inner)
+    y = (gate * tl.sigmoid(gate) * up * weight).to(dtype)
+    if ROUNDED:
+        # the inner channels of a program are one group
+        y = tl.reshape(round_groups(tl.reshape(y.to(tl.float32), (1, B)), 0), (B,)).to(dtype)
+    tl.store(inner_ptr + (t * (k + 1) + slot) * num_inner + inner, y, mask=inner < num_inner)
 
 
 @triton.jit
 def _down(
     inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner, k,
-    ROUNDED: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+    B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     follow()
     t = tl.program_id(0).to(tl.int64)
@@ -77,9 +80,7 @@ def _down(
         for start in range(0, num_inner, S):
             inner = start + tl.arange(0, S)
             x = tl.load(inner_ptr + (t * (k + 1) + slot) * num_inner + inner, mask=inner < num_inner, other=0.0)
-            x = tl.reshape(x.to(tl.float32), (1, S))
-            if ROUNDED:
-                x = round_channels(x, 1, S, 0, 32)
+            x = x.to(tl.float32)[None, :]
             place = channel[:, None] * num_inner + inner[None, :]
             there = (channel < channels)[:, None] & (inner < num_inner)[None, :]
             total += tl.sum(tl.load(down_ptr + place, mask=there, other=0.0).to(tl.float32) * x, axis=1)
@@ -105,9 +106,10 @@ def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, lim
         num_inner,
         k,
         limit,
+        ROUNDED=round_inner,
         B=_UP,
         S=min(_STEP, max(32, next_power_of_2(channels))),
-        num_warps=4,
+        num_warps=8,
         launch_pdl=AHEAD,
     )
     y_TD = torch.empty_like(u_TD)
@@ -120,7 +122,6 @@ def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, lim
         channels,
         num_inner,
         k,
-        ROUNDED=round_inner,
         B=_DOWN,
         S=min(_STEP, max(32, next_power_of_2(num_inner))),
         num_warps=4,

@@ -1,4 +1,4 @@
-"""Products of a few rows, each weight read once a block of rows, with the rounding of the input on the way in.
+"""Products of a few rows, each weight read once a block of rows, with the rounding of the output on the way out.
 
 T rows, I channels in, G groups, O channels out of a group, P rows of a block, B channels of a block, K of a step.
 """
@@ -26,12 +26,11 @@ _MAX_CHANNELS = 4096
 
 def fits(op: str, x: Tensor, weight: Tensor) -> bool:
     """At most 512 rows of at most 4096 channels, a multiple of 32 of them; above, a library's product is faster."""
-    channels, outputs = x.shape[-1], weight.shape[-2] if weight.dim() > 1 else 1
+    channels = x.shape[-1]
     whole = channels % 32 == 0 and channels <= _MAX_CHANNELS and x.stride(-1) == 1
     if op == "norm_round":
         return whole and is_half_or_float(x, weight)
-    tiles = weight.shape[0] == 1 or outputs % 16 == 0
-    return whole and tiles and 0 < x.shape[0] <= _MAX_ROWS and is_half_or_float(x, weight) and x.dtype == weight.dtype
+    return whole and 0 < x.shape[0] <= _MAX_ROWS and is_half_or_float(x, weight) and x.dtype == weight.dtype
 
 
 @triton.jit
@@ -61,8 +60,6 @@ def _grouped_linear(
             mask=(row[:, None] < num_rows) & (channel[None, :] < channels),
             other=0.0,
         )
-        if ROUNDED:
-            x = round_channels(x.to(tl.float32), P, K, 0, 32)
         w = tl.load(
             w_ptr + column[:, None] * channels + channel[None, :],
             mask=(column[:, None] < outputs) & (channel[None, :] < channels),
@@ -71,6 +68,10 @@ def _grouped_linear(
         total = tl.dot(x.to(OPERAND), tl.trans(w.to(OPERAND)), total, input_precision="ieee")
     place = (row[:, None] * num_groups + group) * outputs + column[None, :]
     inside = (row[:, None] < num_rows) & (column[None, :] < outputs)
+    total = total.to(y_ptr.dtype.element_ty)
+    if ROUNDED:
+        # the outputs of a program are one group
+        total = round_groups(total.to(tl.float32), 0)
     tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -80,7 +81,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     weight_GOI = weight_GOI.contiguous()
     y_TGO = torch.empty(num_rows, num_groups, outputs, device=x_TGI.device, dtype=x_TGI.dtype)
     assert spec is None or spec == FP8
-    width = min(32, max(16, next_power_of_2(outputs)))
+    # a group of the format, where the result is rounded
+    width = 32 if spec is not None else min(32, max(16, next_power_of_2(outputs)))
     grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(outputs, width), num_groups
     _grouped_linear[grid](
         x_TGI, weight_GOI, y_TGO, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,

@@ -15,7 +15,8 @@ from torch import Tensor
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, unavailable
-from cedar.kernels.triton.few_rows import operand, round_channels
+from cedar.kernels.triton.few_rows import operand
+from cedar.kernels.triton.quantize import round_rows
 from cedar.kernels.triton.stored import e8m0_value
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_linear", "unavailable"]
@@ -35,7 +36,7 @@ def fits(op: str, x: Tensor, codes: Tensor) -> bool:
 @triton.jit
 def _packed_linear(
     x_ptr, codes_ptr, scales_ptr, y_ptr, num_rows, row_stride, channels, outputs, steps_a_share,
-    ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    OPERAND: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     follow()
     # one program: P rows times one row of tiles, 32 outputs, over a share of the input
@@ -68,8 +69,6 @@ def _packed_linear(
             mask=(row[:, None] < num_rows) & (channel[None, :] < channels),
             other=0.0,
         )
-        if ROUNDED:
-            x = round_channels(x.to(tl.float32), P, K, 0, 32)
         w = (value * spread).to(OPERAND)
         total = tl.dot(x.to(OPERAND), tl.trans(w), total, input_precision="ieee")
     place = (share * num_rows + row[:, None]) * outputs + column[None, :]
@@ -89,6 +88,9 @@ def _add_shares(partial_ptr, y_ptr, size, SHARES: tl.constexpr, B: tl.constexpr)
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     assert spec is None or spec == FP8
+    if spec is not None:
+        # once, and not by every program that reads a row
+        x_TI = round_rows(x_TI, spec)
     (num_rows, channels), outputs = x_TI.shape, codes_OI.shape[0]
     rows = 16 if num_rows <= 16 else 32
     tiles, blocks, steps = triton.cdiv(outputs, 32), triton.cdiv(num_rows, rows), triton.cdiv(channels, _STEP)
@@ -101,7 +103,7 @@ def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSp
         target = torch.empty(shares, num_rows, outputs, device=x_TI.device, dtype=torch.float32)
     _packed_linear[(tiles, blocks, shares)](
         x_TI, codes_OI, scales, target, num_rows, x_TI.stride(0), channels, outputs, steps_a_share,
-        ROUNDED=spec is not None, OPERAND=operand(x_TI), P=rows, K=_STEP, num_warps=4, num_stages=4,
+        OPERAND=operand(x_TI), P=rows, K=_STEP, num_warps=4, num_stages=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
     if shares > 1:

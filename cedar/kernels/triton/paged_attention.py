@@ -28,9 +28,9 @@ _PROGRAMS = 132
 
 
 def fits(op: str, query: Tensor) -> bool:
-    """At most 64 heads of a power of two of at least 32 channels."""
+    """At most 64 heads of a power of two of channels: 32 to 512, in float32 to 256."""
     channels = query.shape[-1]
-    power = channels & (channels - 1) == 0 and 32 <= channels <= 512
+    power = channels & (channels - 1) == 0 and 32 <= channels <= (256 if query.dtype == torch.float32 else 512)
     return power and query.shape[1] <= 64 and is_half_or_float(query) and query.stride(-1) == 1
 
 
