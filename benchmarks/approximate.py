@@ -1,9 +1,10 @@
 """How far the approximate ways to start a prompt are from the exact one. Run `python -m benchmarks.approximate`.
 
 A1: the decoder on the last window only, against all rows. A2: a bounded replay of a cached prefix, against a cold
-prefill; also after many of them in a row, as in a long conversation. A3: a snapshot that goes on with less than a window,
-against a cold prefill. Each compares the logits of the prompt's last row and of 64 tokens that follow, the same ones on
-both sides: largest difference, Kullback-Leibler divergence, and how often the likeliest token agrees (serving.md 2.7).
+prefill; also after many of them in a row, as in a long conversation. A3: a snapshot that goes on with less than a
+window, against a cold prefill. Each compares the logits of the prompt's last row and of 64 tokens that follow, the same
+ones on both sides: largest difference, Kullback-Leibler divergence, and how often the likeliest token agrees
+(serving.md 2.7).
 """
 
 from __future__ import annotations

@@ -631,6 +631,9 @@ class Engine:
             other = victim(self._running, sequence)
             if other is None:
                 if len([s for s in self._running if s.lease is not None]) == 1:
+                    # whoever waits can only come after it
+                    if self.cache.reserve(sequence.lease, num_tokens, write_from):
+                        return True
                     if self.cache.unpin_memory():
                         continue
                     raise CapacityError("the pool is too small for this sequence alone")

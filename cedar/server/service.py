@@ -27,7 +27,7 @@ from cedar.planner.kv import global_bytes_per_token
 from cedar.server.auth import Key, key_of, load_keys
 from cedar.server.metrics import ServerMetrics
 from cedar.server.schema import Fields
-from cedar.server.stream import EventStream, Mailbox, Reader, Step, read_answers, unless_gone
+from cedar.server.stream import EventStream, Mailbox, Reader, Step, late, read_answers, unless_gone
 from cedar.version import version
 
 log = logging.getLogger("cedar.server")
@@ -274,6 +274,8 @@ class Answers:
                     self._tell(step.end, ttft_s)
                     if self.key is not None:
                         self.key.spend(step.end.prompt_tokens + step.end.completion_tokens)
+                    if step.end.reason == "timeout":
+                        raise late(timeout_s)
                     if step.end.reason in ("error", "cancelled"):
                         raise self._failure()
             yield step
@@ -324,6 +326,8 @@ async def submit(service: Service, request: HttpRequest, ask: Ask) -> Answers:
                 replay=ask.fields.replay or "bounded",
                 salt=cache_salt(answers.key, ask.fields.cache_salt),
                 priority=ask.fields.priority or 0,
+                # of several answers the first token of any is in time
+                timeout_s=ask.fields.timeout_s if count == 1 else None,
                 keep=ask.fields.cache is not False,
             )
             answers.handles.append(service.engine.submit(one, on_event=partial(answers.mailbox.put, index)))

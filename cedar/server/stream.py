@@ -77,6 +77,12 @@ class Mailbox:
         return None
 
 
+def late(timeout_s: float | None) -> RequestError:
+    """No token came in time, whoever noticed first: the engine or the route."""
+    within = "" if timeout_s is None else f" within {timeout_s:g} seconds"
+    return RequestError(f"no token came{within}; try again later or raise timeout_s", code="timeout", status=504)
+
+
 async def read_answers(
     mailbox: Mailbox,
     readers: Sequence[Reader],
@@ -110,11 +116,7 @@ async def read_answers(
             if deadline is not None and loop.time() >= deadline:
                 for cancel in cancels:
                     cancel()
-                raise RequestError(
-                    f"no token came within {deadline_s:g} seconds; try again later or raise timeout_s",
-                    code="timeout",
-                    status=504,
-                )
+                raise late(deadline_s)
             if loop.time() - said >= ping_s:
                 said = loop.time()
                 yield comment

@@ -151,3 +151,19 @@ def test_a_port_that_is_taken(start: Start, model_dir: Path) -> None:
         process = start("--model", str(model_dir), "--port", str(taken.getsockname()[1]))
         _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "try another --port" in err and "Traceback" not in err
+
+
+def test_it_says_when_its_pages_hold_less_than_the_model_takes(start: Start, model_dir: Path) -> None:
+    process = start("--model", str(model_dir), "--port", "0", "--cache-memory", "100000")
+    lines = read_until(process, "ready in")
+    assert any("context 1,664 tokens (100000 of pages hold no more; --cache-memory)" in line for line in lines)
+    models = httpx.get(f"{url_of(lines)}/v1/models").json()
+    assert models["data"][0]["max_model_len"] == 1664
+    process.send_signal(signal.SIGINT)
+    assert_clean_end(process)
+
+
+def test_a_context_that_its_pages_do_not_hold(start: Start, model_dir: Path) -> None:
+    process = start("--model", str(model_dir), "--port", "0", "--cache-memory", "100000", "--context", "4000")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2 and "raise --cache-memory or lower --context" in err and "Traceback" not in err

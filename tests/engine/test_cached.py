@@ -219,6 +219,20 @@ def test_memory_pressure_sets_aside_and_loses_nothing(model: Transformer, build:
     assert engine.cache.pool.num_free + engine.cache.tree.num_nodes == 5
 
 
+def test_who_waits_does_not_keep_pages_from_who_runs_alone(model: Transformer, build: Build) -> None:
+    """Field report B17's other side: pages that a waiting prompt will use make way when nothing else can."""
+    engine = build(num_pages=12, max_running=1, reserve_tokens=1)
+    known = prompt(600, 70)
+    ask(engine, known)
+    # the smaller one is asked second, and waits with half of the pool in mind
+    handles = [
+        engine.submit(Request(prompt_ids=ids, sampling=SamplingParams(max_tokens=2), priority=priority))
+        for ids, priority in ((prompt(1300, 71), 1), (known, 0))
+    ]
+    for handle in handles:
+        assert answer(list(handle))[1].reason == "length"
+
+
 def test_the_context_is_what_memory_holds(build: Build) -> None:
     engine = build(num_pages=4)
     assert engine.max_context == 384
