@@ -216,6 +216,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Let only the keys of this file in; `cedar key` makes one.")
     ] = None,
+    open_to_all: Annotated[
+        bool, typer.Option("--open", help="Let other machines ask without a key; only for --host beyond this machine.")
+    ] = False,
     drain: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long open answers may go on after SIGTERM or Ctrl-C.")
     ] = 0,
@@ -282,6 +285,7 @@ def serve(
         target_tpot_s=target_tpot,
         aliases=tuple(alias or ()),
         api_key_file=api_key_file,
+        open_to_all=open_to_all,
         drain_s=drain,
         strict=strict,
         reasoning_alias=emit_reasoning_alias,

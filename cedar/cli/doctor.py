@@ -45,11 +45,10 @@ def _packages() -> list[Finding]:
         if name not in bad:
             findings.append(Finding("ok", name, importlib.metadata.version(name)))
     findings += [Finding("missing", name, f"cedar needs {text}", remedy) for name, text in bad.items()]
-    for name, lost, extra in (("matplotlib", "no plots", "plot"), ("playwright", "no tests of the page", "page")):
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding("note", name, f"not installed: {lost}", f"pip install 'cedar-lm[{extra}]'"))
+    try:
+        importlib.metadata.version("matplotlib")
+    except importlib.metadata.PackageNotFoundError:
+        findings.append(Finding("note", "matplotlib", "not installed: no plots", "pip install 'cedar-lm[plot]'"))
     return findings
 
 

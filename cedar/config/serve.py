@@ -33,6 +33,7 @@ class ServeConfig:
         aliases: Other names of the model; `*` takes any name.
         strict: Unknown fields are refused, not only warned about.
         reasoning_alias: Reasoning is sent as `reasoning` too, beside `reasoning_content`: some clients read only that.
+        open_to_all: Other machines may ask without a key.
         api_key_file: Keys that may ask (`cedar.server.auth` tells its shape); None lets everybody.
         dropped_lines: Lines of system messages that begin with one of these are left out of the prompt.
         max_running: Sequences that run at once; more wait.
@@ -71,6 +72,7 @@ class ServeConfig:
     strict: bool = False
     reasoning_alias: bool = False
     api_key_file: Path | None = None
+    open_to_all: bool = False
     dropped_lines: tuple[str, ...] = ("x-anthropic-billing-header:",)
     max_running: int = 16
     cache_bytes: int = 512 * 2**20

@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             streams_TND, premix_TN, stats = block.feed(streams_TND, mixes.premix_TN, image_T, state)
             if collect:
                 state.routers.append(stats)
-        hidden_TD = self.norm(collapse(streams_TND, premix_TN))
+        hidden_TD = self.norm(collapse(streams_TND, premix_TN), state.rounding)
         logits_TV = self.head(hidden_TD, state.rounding)
         return Output(
             logits_TV.unflatten(0, ids_BS.shape),

@@ -6,21 +6,13 @@ import asyncio
 import re
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cedar.errors import CapacityError, RequestError
 from cedar.server.auth import check_admin, key_of
-from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
+from cedar.server.schema import PinRequest, PurgeRequest, conversation, convert, parse_chat_request, parse_object
 from cedar.server.service import Service, cache_salt, json_response, read_body
-
-
-class PurgeRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/cache/purge`: everything, or what one salt of the asking key has."""
-
-    cache_salt: str | None = None
-    model: str | None = None
 
 
 async def cache_stats(request: HttpRequest) -> Response:
@@ -57,20 +49,16 @@ async def cache_pin(request: HttpRequest) -> Response:
     """Keep what the cache holds of a chat request's prompt, or with `pinned: false` let it go again."""
     check_admin(request)
     service: Service = request.app.state.service
-    values = parse_object(await read_body(request))
-    pinned = values.pop("pinned", True)
-    if not isinstance(pinned, bool):
-        raise RequestError(f"pinned is {pinned!r}, expected true or false", param="pinned")
-    chat, _ = convert(values, ChatRequest, strict=service.config.strict)
+    chat, _ = convert(parse_object(await read_body(request)), PinRequest, strict=service.config.strict)
     service.check_model(chat.model)
     prompt = conversation(chat, service.files.defaults, dropped_lines=service.config.dropped_lines)
     ids = await service.encode(request, prompt, chat.cache_salt)
     salt = cache_salt(key_of(request), chat.cache_salt)
     try:
-        tokens = await _ask(request, lambda cache: cache.pin(ids, salt, pinned))
+        tokens = await _ask(request, lambda cache: cache.pin(ids, salt, chat.pinned))
     except CapacityError as error:
         raise RequestError(str(error)) from None
-    return json_response({"prompt_tokens": len(ids), "tokens": tokens, "pinned": pinned})
+    return json_response({"prompt_tokens": len(ids), "tokens": tokens, "pinned": chat.pinned})
 
 
 def _cache_note(prompt: str, nearest: str) -> str | None:

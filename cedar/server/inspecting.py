@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -19,29 +18,20 @@ from cedar.errors import RequestError
 from cedar.server.auth import check_admin, key_of
 from cedar.server.completions import prompt_ids
 from cedar.server.openapi import describe_api
-from cedar.server.schema import ChatRequest, conversation, convert, parse_chat_request, parse_object
+from cedar.server.schema import (
+    ChatRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    conversation,
+    convert,
+    parse_chat_request,
+    parse_object,
+)
 from cedar.server.service import VERSION, Service, json_response, read_body
 from cedar.version import commit
 
 _PAGE = Path(__file__).with_name("static") / "index.html"
 _SCRAPE_S = 1.0
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`: the tokens of a text, without anything around it, or of a chat's whole prompt."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Any = None
-    tools: Any = None
-    add_special_tokens: bool = False
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """`POST /detokenize`."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 async def health(request: HttpRequest) -> Response:

@@ -18,6 +18,7 @@ from cedar.engine.request import Finished
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_WIDTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6)
 # why a page on disk could not be used; other failures of the tier are of writing, or of its index
 _READ_FAILURES = ("checksum", "format", "io")
 
@@ -49,6 +50,12 @@ class ServerMetrics:
         self._cached = Counter("cached_tokens", "Prompt tokens that a cache held", ("tier",), registry=registry)
         self._resume = Counter("resume", "Answers by how their prompt started", ("grade",), registry=registry)
         self._parse_fail = Counter("tool_parse_fail", "Calls that could not be read", registry=registry)
+        self._accept_length = Histogram(
+            "spec_accept_length", "Tokens a step with drafts, one mean an answer", registry=registry, buckets=_WIDTHS
+        )
+        self._verify_width = Histogram(
+            "spec_verify_width", "Drafts verified a step, one mean an answer", registry=registry, buckets=_WIDTHS
+        )
         self._cancel = Counter("cancel", "Requests let go, by what they were in", ("phase",), registry=registry)
         self._requests = Counter("http_requests", "HTTP answers", ("route", "status"), registry=registry)
         self._lag = Histogram(
@@ -76,6 +83,9 @@ class ServerMetrics:
             self._prefill.labels("encoder").inc(end.prompt_tokens - end.cached_tokens)
             self._prefill.labels("decoder_tail").inc(min(window, end.prompt_tokens))
             self._prefill.labels("replay").inc(end.replayed_tokens)
+        if end.draft_steps:
+            self._accept_length.observe(1 + end.accepted_tokens / end.draft_steps)
+            self._verify_width.observe(end.drafted_tokens / end.draft_steps)
         self._generated.inc(end.completion_tokens)
         self._resume.labels(end.resume).inc()
         if end.cached_tokens:

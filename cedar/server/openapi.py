@@ -10,7 +10,7 @@ import msgspec
 from cedar.server.completions import CompletionRequest
 from cedar.server.messages import CountRequest, MessagesRequest
 from cedar.server.responses import ResponsesRequest
-from cedar.server.schema import ChatRequest
+from cedar.server.schema import ChatRequest, DetokenizeRequest, PinRequest, PurgeRequest, TokenizeRequest
 
 _POSTS: tuple[tuple[str, type[msgspec.Struct], str], ...] = (
     ("/v1/chat/completions", ChatRequest, "An answer to a conversation"),
@@ -19,12 +19,19 @@ _POSTS: tuple[tuple[str, type[msgspec.Struct], str], ...] = (
     ("/v1/messages", MessagesRequest, "An answer as content blocks"),
     ("/v1/messages/count_tokens", CountRequest, "Tokens of a prompt"),
     ("/apply_template", ChatRequest, "The prompt of a conversation"),
+    ("/tokenize", TokenizeRequest, "The tokens of a text or a conversation"),
+    ("/detokenize", DetokenizeRequest, "The text of tokens"),
+    ("/v1/cache/explain", ChatRequest, "What the cache holds of a prompt"),
+    ("/v1/cache/pin", PinRequest, "Keep what the cache holds of a prompt"),
+    ("/v1/cache/purge", PurgeRequest, "Forget what is in memory"),
 )
 _GETS = (
     ("/v1/models", "The model"),
     ("/health", "The process lives"),
     ("/ready", "Answers can begin at once"),
     ("/version", "What runs"),
+    ("/metrics", "What it counted, for Prometheus"),
+    ("/v1/cache/stats", "Sizes of the cache's tiers"),
 )
 _ERROR = {
     "type": "object",
@@ -77,6 +84,7 @@ def _say_what_types_cannot(components: dict[str, Any]) -> None:
     """Fields with checks of their own in `cedar.chat` are open for msgspec: give a reader their shape."""
     for name, roles in (
         ("ChatRequest", ["system", "developer", "user", "assistant", "tool"]),
+        ("PinRequest", ["system", "developer", "user", "assistant", "tool"]),
         ("MessagesRequest", ["user", "assistant", "system"]),
         ("CountRequest", ["user", "assistant", "system"]),
     ):

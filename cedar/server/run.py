@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -65,8 +66,13 @@ def listen(config: ServeConfig) -> socket.socket:
     """The listening socket.
 
     Raises:
-        ConfigError: The address is taken, or not this machine's.
+        ConfigError: The address is taken, or not this machine's; or other machines could ask and nobody needs a key.
     """
+    if not (config.api_key_file or config.open_to_all or _is_loopback(config.host)):
+        raise ConfigError(
+            f"on {config.host} other machines can connect, and there are no keys: give --api-key-file "
+            "(`cedar key NAME` makes one), or --open if whoever connects may ask"
+        )
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -75,6 +81,14 @@ def listen(config: ServeConfig) -> socket.socket:
             f"cannot listen on {config.host} port {config.port} ({error.strerror or error}): "
             "try another --port or --host"
         ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # a name: it may mean any of this machine's addresses
+        return False
 
 
 async def serve(

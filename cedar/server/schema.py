@@ -137,6 +137,36 @@ class ChatRequest(Fields, kw_only=True):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: the tokens of a text, without anything around it, or of a chat's whole prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    add_special_tokens: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PurgeRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/cache/purge`: everything, or what one salt of the asking key has."""
+
+    cache_salt: str | None = None
+    model: str | None = None
+
+
+class PinRequest(ChatRequest, kw_only=True):
+    """`POST /v1/cache/pin`: the prompt of a chat request, to be kept or let go."""
+
+    pinned: bool = True
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object.
 
@@ -376,7 +406,7 @@ def draft_stats(end: Finished) -> dict[str, Any]:
     """An extension, where there were drafts: `x_spec`, how many were verified and how many stood."""
     if not end.drafted_tokens:
         return {}
-    return {"x_spec": {"drafted_tokens": end.drafted_tokens, "accepted_tokens": end.accepted_tokens}}
+    return {"x_spec": {name: getattr(end, name) for name in ("drafted_tokens", "accepted_tokens", "draft_steps")}}
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

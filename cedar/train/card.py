@@ -115,12 +115,11 @@ def _abilities(facts: Mapping[str, Any]) -> str:
         "It knows next to nothing, cannot reason, and does not follow free instructions. Ask for records in the words",
         'it was trained on ("The code for the red fox is 4821."); other wordings work less well or not at all. Its',
         "language and outlook are those of books of 1850 to 1925. Recall was measured up to the length above; beyond",
-        "it, nothing is promised. It was never shown a thought",
-        "or more tools than a few: leave thinking off."
+        "it, nothing is promised.",
+        "It was never shown a thought: leave thinking off. Of tools it knows seven."
         if "tools" in sources
-        else "or a tool call: leave thinking off.",
-        "It exists to show",
-        "the system at work, not to inform anyone.",
+        else "It was never shown a thought or a tool call: leave thinking off.",
+        "It exists to show the system at work, not to inform anyone.",
     )
     return f"## What it can do, and what not\n\n{can}\n\n{cannot}"
 

@@ -257,8 +257,24 @@ class Suite:
                 "text": self._text_samples(self._length(), count),
             }.items()
         }
-        found["all"] = asdict(self.meter.indexers(self._mixed(self._length(), max(1, count // 2))))
+        found["all"] = asdict(self.meter.indexers(self._recipe(self._length(), 4 * count * self._length())))
         return found
+
+    def _recipe(self, length: int, num_tokens: int) -> list[Sample]:
+        """Held-out samples in the mixture of the recipe's last stage: load is even over what was trained together."""
+        tasks = Tasks(self.tokenizer, dict(self.validation), held_out=self.tasks.held_out, window=self.window)
+        stages = self.facts.get("recipe", {}).get("stages") or [{"mixture": {"restate": 0.5, "lookup": 0.5}}]
+        mixture = {name: weight for name, weight in stages[-1]["mixture"].items() if name in tasks.sources}
+        samples: list[Sample] = []
+        for source, weight in mixture.items():
+            wanted, number = num_tokens * weight / sum(mixture.values()), 0
+            while wanted > 0:
+                sample = tasks.maker(source)(np.random.default_rng((_SEED, length, number)), length)
+                number += 1
+                wanted -= length if sample is None else len(sample.ids)
+                samples += [] if sample is None else [sample]
+        # like lengths together: a row is as wide as the longest of its batch
+        return sorted(samples, key=lambda sample: len(sample.ids))
 
     def switches(self) -> dict[str, Any]:
         """Loss and retrieval as it serves, and with one mechanism off at a time, on the same tokens."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -259,3 +261,30 @@ def check_shape(path: str, response: httpx.Response) -> None:
 @pytest.fixture(scope="session")
 def assert_shape() -> Callable[[str, httpx.Response], None]:
     return check_shape
+
+
+SLEEPER = """
+import select, sys, time
+lags = []
+while True:
+    began = time.monotonic()
+    if select.select([sys.stdin], [], [], 0.01)[0]:
+        break
+    lags.append(time.monotonic() - began - 0.01)
+print(*sorted(lags))
+"""
+
+
+@pytest.fixture
+def machine_lag() -> Iterator[Callable[[float], float]]:
+    """Seconds that a process which only sleeps comes late here: the machine's own share of any lag, by quantile."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdin=pipe, stdout=pipe, text=True)
+
+    def quantile(share: float) -> float:
+        lags = [float(word) for word in process.communicate("end\n", timeout=20)[0].split()]
+        return lags[int(share * len(lags))] if lags else 0.0
+
+    yield quantile
+    process.kill()
+    process.wait()

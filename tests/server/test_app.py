@@ -451,11 +451,13 @@ def test_requests_wait_for_the_weights(files: ModelFiles, scripted: Scripted) ->
 
 
 def test_a_stop_ends_open_streams_and_refuses_new_ones(scripted: Scripted) -> None:
-    server, _ = scripted([(0.05, Token(5))] * 200)
+    server, engine = scripted([(0.05, Token(5))] * 200)
     texts: list[str] = []
     reader = threading.Thread(target=lambda: texts.append(post(server.url, GOOD | {"stream": True}).text))
     reader.start()
-    time.sleep(0.3)
+    while not engine.requests:
+        time.sleep(0.005)
+    time.sleep(0.2)
     began = time.monotonic()
     server.call(server.service.stop)
     reader.join(5)
@@ -474,7 +476,9 @@ def test_a_bug_shows_no_trace(scripted: Scripted, monkeypatch: pytest.MonkeyPatc
     assert response.headers["x-request-id"] in message and "Zero" not in response.text
 
 
-def test_the_event_loop_stays_free_while_the_model_computes(server: Running) -> None:
+def test_the_event_loop_stays_free_while_the_model_computes(
+    server: Running, machine_lag: Callable[[float], float]
+) -> None:
     lags: list[float] = []
 
     async def watch() -> None:
@@ -489,7 +493,8 @@ def test_the_event_loop_stays_free_while_the_model_computes(server: Running) -> 
     done.set()
     task.result(5)
     lags.sort()
-    assert lags[int(len(lags) * 0.95)] < 0.05
+    # on a busy machine everybody comes late
+    assert lags[int(len(lags) * 0.99)] < 0.05 + machine_lag(0.99)
 
 
 def test_error_types_follow_the_status() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from cedar.config.serve import ServeConfig
 from cedar.engine.request import Finished, Token
 from cedar.errors import ConfigError
 from cedar.server.auth import Key, _Entry, find_key, load_keys, new_key
+from cedar.server.run import listen
 
 Running = Any
 Scripted = Callable[..., tuple[Running, Any]]
@@ -163,6 +165,23 @@ def test_keys_are_found_by_either_header(keys: tuple[Path, dict[str, str]]) -> N
         {b"x-api-key": secrets["admin"].encode()},
     ):
         assert find_key(loaded, headers).name == "admin"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "some-name.invalid"])
+def test_beyond_this_machine_nobody_asks_without_a_key(host: str, keys: tuple[Path, dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match=r"--api-key-file .* --open"):
+        listen(ServeConfig(host=host, port=0))
+
+
+def test_where_a_server_may_listen(keys: tuple[Path, dict[str, str]]) -> None:
+    for config in (
+        ServeConfig(port=0),
+        ServeConfig(host="localhost", port=0),
+        ServeConfig(host="127.0.0.2", port=0),
+        ServeConfig(host="0.0.0.0", port=0, open_to_all=True),
+        ServeConfig(host="0.0.0.0", port=0, api_key_file=keys[0]),
+    ):
+        listen(config).close()
 
 
 def test_a_deadline_before_the_first_token(scripted: Scripted) -> None:

@@ -24,7 +24,7 @@ from cedar.server.metrics import ServerMetrics
 Running = Any
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, Any] = {"model": "nonsense", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-# serving.md 6.7, but for what has no source without drafts and images
+# serving.md 6.7, but for what has no source without images
 NAMES = {
     "request_queue_seconds": (),
     "ttft_seconds": ("hit",),
@@ -39,6 +39,8 @@ NAMES = {
     "preempt_total": (),
     "engram_rows_total": ("src",),
     "engram_stall_seconds_total": (),
+    "spec_accept_length": (),
+    "spec_verify_width": (),
 }
 
 
@@ -96,6 +98,16 @@ def test_rows_that_run_again_are_counted_apart() -> None:
     assert value(text, "ttft_seconds_count", hit="yes") == 1
 
 
+def test_drafts_are_measured_an_answer() -> None:
+    metrics = ServerMetrics(lambda: None)
+    counts = {"drafted_tokens": 12, "accepted_tokens": 6, "draft_steps": 4}
+    metrics.end(Finished(reason="stop", prompt_tokens=3, completion_tokens=10, **counts), window=16)
+    metrics.end(Finished(reason="stop", prompt_tokens=3, completion_tokens=10), window=16)
+    text = metrics.text().decode()
+    assert (value(text, "spec_accept_length_sum"), value(text, "spec_accept_length_count")) == (2.5, 1)
+    assert value(text, "spec_verify_width_sum") == 3
+
+
 def test_pages_and_failures_of_the_disk_tier() -> None:
     engine = SimpleNamespace(
         metrics=Metrics(running=1, waiting=2, preempted=3, drafted_tokens=9, accepted_tokens=6),
@@ -138,7 +150,7 @@ def test_the_dashboard_asks_for_what_is_there(server: Running) -> None:
                     # counters of rare events have no sample yet
                     assert label.strip() in known | {"phase", "reason"}, (panel["title"], label)
             asked |= names
-    shown = {name.removesuffix("_bucket") for name in asked}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
     assert set(NAMES) <= shown, set(NAMES) - shown
 
 

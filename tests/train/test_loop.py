@@ -48,6 +48,17 @@ def test_one_batch_is_learnt_by_heart_in_200_steps(make_trainer: Make) -> None:
     assert losses[0] > 5
 
 
+def test_nano_learns_a_language(make_trainer: Make) -> None:
+    """Fresh batches: the loss falls in every window, from the vocabulary's to that of the language's few words."""
+    trainer = make_trainer(
+        steps=60, stage={"mixture": {"ngram": 1.0}}, schedule={"warmup_steps": 10}, optim={"learning_rate": 3e-3}
+    )
+    losses = [trainer.train_step(trainer.batches.batch(step, 0)).loss for step in range(60)]
+    windows = [sum(losses[at : at + 12]) / 12 for at in range(0, 60, 12)]
+    assert windows == sorted(windows, reverse=True)
+    assert windows[-1] < 4.5 < losses[0]
+
+
 @pytest.mark.slow
 def test_micro_learns_one_batch_by_heart(tmp_path: Path) -> None:
     """About four minutes on an idle core."""
