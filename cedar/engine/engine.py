@@ -44,6 +44,7 @@ from cedar.engine.request import (
     Token,
     check_room,
 )
+from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
 from cedar.engine.scheduler import (
     PrefillShare,
@@ -116,6 +117,7 @@ class Engine:
         drafter: Proposes tokens ahead; None drafts nothing.
         cache: Prefixes of earlier requests; None keeps none. The engine closes it.
         exact: Rows get the same bits whatever runs beside them; slower. A strict cache needs it.
+        runner: Decodes in graphs where there is a GPU and nobody drafts; None decodes op by op.
         keep_snapshots: Write the snapshots to the disk tier when the engine ends.
     """
 
@@ -129,6 +131,7 @@ class Engine:
         drafter: Drafter | None = None,
         cache: CacheManager | None = None,
         exact: bool = False,
+        runner: DecodeRunner | None = None,
         keep_snapshots: bool = True,
     ) -> None:
         limit = model.config.max_position_embeddings
@@ -142,6 +145,8 @@ class Engine:
         self.drafter = drafter
         self.exact = exact or (cache is not None and cache.strict)
         self.metrics = Metrics()
+        # a drafter reads states, and what it drafts runs op by op
+        self._runner = runner if drafter is None else None
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -539,11 +544,13 @@ class Engine:
         if not self._guarded(lambda child: self._send(child, parent.said[:count]), child):
             return
         target = len(child.tokens) - 1
+        self._leave_slot(parent)
         if count and parent.status is Status.DECODE and parent.state is not None and parent.state.oldest_kept <= target:
             self._guarded(functools.partial(self._start_beside, parent=parent, num_done=target), child)
 
     def _start_beside(self, child: Sequence, parent: Sequence, num_done: int) -> bool:
         """Start a fork from a state that stands at its tokens or some behind them; False if it has to wait."""
+        self._leave_slot(parent)
         if len(self._running) >= self.scheduling.max_running:
             return False
         wanted = pages_to_start(child, self.scheduling.reserve_tokens)
@@ -590,6 +597,7 @@ class Engine:
         if sequence.sampler is not None:
             sequence.sampler.rewind(sequence.tokens[sequence.num_prompt :], constraint)
         target = len(sequence.tokens) - 1
+        self._leave_slot(sequence)
         if sequence.status is Status.DECODE and num_tokens and sequence.state.oldest_kept <= target:
             sequence.num_done = target
             self._forget(sequence)
@@ -602,6 +610,8 @@ class Engine:
         """Back to the queue's head with what it has said; the prompt finds its pages again."""
         if self.cache is not None and sequence.lease is not None:
             self.cache.release(sequence.lease)
+        if self._runner is not None:
+            self._runner.forget(sequence.state)
         sequence.state = sequence.aside = sequence.lease = None
         sequence.status, sequence.num_done, sequence.width = Status.WAITING, 0, 0
         with self._changed:
@@ -649,6 +659,7 @@ class Engine:
     def _set_aside(self, sequence: Sequence) -> None:
         """Take a sequence's pages; its snapshot and their bytes wait in host memory (grade G0)."""
         assert self.cache is not None and sequence.lease is not None
+        self._leave_slot(sequence)
         snapshot = sequence.state.snapshot()
         try:
             sequence.aside = (snapshot, self.cache.swap_out(sequence.lease))
@@ -686,9 +697,12 @@ class Engine:
     def _step(self) -> None:
         """One pass of the model, within the budget of rows."""
         work = self._plan()
+        if self._runner is not None:
+            work = self._step_slots(work, self._runner)
         if not work:
             return
         for one in work:
+            self._leave_slot(one.sequence)
             if one.sequence.status is Status.DECODE:
                 one.mark = one.sequence.state.mark()
         self._read_ahead(work)
@@ -710,6 +724,46 @@ class Engine:
             self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
             tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
             self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
+
+    def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
+        """One token of those who decode and have a slot or get one; returns the others, or all if the step failed."""
+        rows: dict[int, Row] = {}
+        for place, one in enumerate(work):
+            sequence = one.sequence
+            alone = sequence.status is not Status.DECODE or sequence.alone or sequence.lease is None
+            if alone or len(rows) >= runner.max_rows or not runner.suits(sequence.state):
+                continue
+            assert sequence.sampler is not None and sequence.lease is not None
+            rows[place] = Row(sequence.state, sequence.lease, sequence.tokens[-1], sequence.sampler)
+        if not rows:
+            return work
+        began = time.monotonic()
+        try:
+            chosen, logits_TV = runner.step(list(rows.values()))
+        except Exception:  # whatever a device may say: op by op they go on
+            log.warning("decode graphs are off from here on: a step of %d rows failed", len(rows), exc_info=True)
+            self._runner = None
+            for sequence in list(self._running):
+                if sequence.state is not None:
+                    self._guarded(lambda s: runner.leave(s.state), sequence)
+            return [one for one in work if one.sequence.state is not None]
+        self._note([work[place] for place in rows], began)
+        for number, place in enumerate(rows):
+
+            def absorb(sequence: Sequence, number: int = number) -> None:
+                assert sequence.sampler is not None
+                if sequence.sampler.needs_logits:
+                    self._take(sequence, logits_TV[number : number + 1], Proposal())
+                else:
+                    self._accept(sequence, [sequence.sampler.take(chosen[number])], Proposal(), num_rows=1)
+
+            self._guarded(absorb, work[place].sequence)
+        return [one for place, one in enumerate(work) if place not in rows]
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Before a state is read or runs op by op: what the runner holds of it comes back."""
+        if self._runner is not None:
+            self._runner.leave(sequence.state)
 
     def _read_ahead(self, work: list[_Work]) -> None:
         """While a chunk runs, what the next one needs of tables on disk comes in."""
@@ -926,18 +980,24 @@ class Engine:
         """The tokens that a step's logits give: one for each draft that is accepted, and one more."""
         assert sequence.sampler is not None
         taken: list[Token] = []
-        reason: FinishReason | None = None
         for place in range(rows_TV.shape[0]):
             draft_id = proposal.ids[place] if place < len(proposal.ids) else None
             probs = None if proposal.probs is None or draft_id is None else proposal.probs[place]
             token = sequence.sampler(rows_TV[place], draft_id, probs)
             taken.append(token)
-            if token.id in sequence.request.sampling.stop_token_ids:
-                reason = "stop"
-            elif sequence.num_generated + len(taken) >= sequence.max_tokens:
-                reason = "length"
-            if reason is not None or token.id != draft_id:
+            if self._end(sequence, taken) is not None or token.id != draft_id:
                 break
+        self._accept(sequence, taken, proposal, num_rows=rows_TV.shape[0])
+
+    def _end(self, sequence: Sequence, taken: list[Token]) -> FinishReason | None:
+        """Whether the newest of these tokens ends the answer."""
+        if taken[-1].id in sequence.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if sequence.num_generated + len(taken) >= sequence.max_tokens else None
+
+    def _accept(self, sequence: Sequence, taken: list[Token], proposal: Proposal, *, num_rows: int) -> None:
+        """Tokens that were chosen after a step of `num_rows` rows."""
+        reason = self._end(sequence, taken)
         sequence.first_token_s = sequence.first_token_s or time.monotonic()
         if sequence.num_done < len(sequence.tokens):
             # the newest token's row and those of the accepted drafts stand; the others never were
@@ -945,7 +1005,7 @@ class Engine:
             sequence.drafted += len(proposal.ids)
             sequence.accepted += len(taken) - 1
             sequence.draft_steps += bool(proposal.ids)
-            if len(taken) < rows_TV.shape[0]:
+            if len(taken) < num_rows:
                 sequence.state.roll_back(sequence.num_done)
         sequence.tokens += [token.id for token in taken]
         self._publish(sequence)
@@ -985,6 +1045,7 @@ class Engine:
     def _publish_end(self, sequence: Sequence) -> None:
         assert self.cache is not None and sequence.lease is not None
         state = sequence.state
+        self._leave_slot(sequence)
         # while cached tokens run again their halves of pairs are not there: nothing to go on from
         whole = state.num_held == state.num_tokens
         snapshot = state.snapshot() if whole and self.cache.snapshots.budget_bytes else None
@@ -1000,6 +1061,8 @@ class Engine:
             elif reason == "error" and sequence.lease.plan.cached_tokens:
                 self.cache.distrust(sequence.lease, sequence.keys(len(sequence.tokens)))
             self.cache.release(sequence.lease)
+        if self._runner is not None:
+            self._runner.forget(sequence.state)
         sequence.state = sequence.aside = sequence.lease = None
         for child in sequence.forks:
             child.waits_for = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,13 @@ from cedar.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from cedar.cache.manager import CacheManager
     from cedar.cache.store import PageStore
     from cedar.engine.engine import Engine
+    from cedar.engine.runner import DecodeRunner
     from cedar.model.transformer import Transformer
+
+log = logging.getLogger(__name__)
 
 # goes up when the bytes of a page, or what they depend on, change
 FORMAT_VERSION = 2
@@ -267,11 +272,14 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         read_snapshot=Snapshot.from_bytes,
         turns=turns,
     )
-    draft = read_draft(files.path, model) if config.draft else None
+    runner = _open_runner(model, cache, config, context)
+    # a graph's step is shorter than a drafted one run op by op
+    draft = read_draft(files.path, model) if config.draft and runner is None else None
     if draft is not None:
         draft.attach()
     return Engine(
         model,
+        runner=runner,
         drafter=None if draft is None else ModelDrafter(draft, files.defaults),
         max_context=context,
         max_waiting=config.max_waiting,
@@ -283,3 +291,20 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         ),
         cache=cache,
     )
+
+
+def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig, context: int) -> DecodeRunner | None:
+    """Graphs for decoding, made beforehand; None, with the reason in the log, where they cannot be."""
+    from cedar.engine.runner import DecodeRunner, unavailable
+
+    reason = unavailable(model, cache, exact=config.strict_cache)
+    if reason:
+        log.info("decoding runs op by op: %s", reason)
+        return None
+    try:
+        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=context)
+        graphs.warm_up()
+    except Exception:  # a driver or a kernel that this machine does not take must not keep the server down
+        log.warning("decoding runs op by op: the graphs could not be made", exc_info=True)
+        return None
+    return graphs

@@ -18,6 +18,8 @@ from torch import Tensor
 from cedar.engine.request import Constraint, SamplingParams, Token
 
 _DRAFT_STREAM = 0x5DEECE66D
+# random numbers drawn at once
+_DRAWS = 32
 
 
 def choose(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
@@ -116,6 +118,8 @@ class Sampler:
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
         self._prompt_seen = frozenset(self._seen)
+        # the next random numbers, last first: drawn many at a time, they are the same numbers
+        self._draws: list[float] = []
         self._generator, self.draft_generator = torch.Generator(), torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -124,6 +128,39 @@ class Sampler:
             self._generator.manual_seed(params.seed)
             # another stream, so that a seeded answer draws the same numbers with drafts and without
             self.draft_generator.manual_seed(params.seed ^ _DRAFT_STREAM)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._params
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether `kernels.sampling` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
+        return self._has_penalty or self._constraint is not None or self._params.logprobs is not None
+
+    def uniform(self) -> float:
+        """The random number of the next token; the same until a token was taken."""
+        if not self._draws:
+            self._draws = torch.rand(_DRAWS, generator=self._generator, dtype=torch.float64).tolist()[::-1]
+        return self._draws[-1]
+
+    def take(self, token_id: int) -> Token:
+        """What `cedar.kernels.sampling` chose.
+
+        Raises:
+            ArithmeticError: It found logits that are not finite.
+        """
+        if token_id < 0:
+            raise ArithmeticError("the model's logits are not finite")
+        self._spend()
+        self._note(token_id)
+        return Token(token_id)
+
+    def _spend(self) -> float:
+        """The random number of this token; the next one gets another."""
+        uniform = self.uniform()
+        self._draws.pop()
+        return uniform
 
     def __call__(self, logits_V: Tensor, draft_id: int | None = None, draft_prob_V: Tensor | None = None) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
@@ -136,7 +173,7 @@ class Sampler:
                 token is then the very same as without a draft.
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
-        uniform = _uniform(self._generator)
+        uniform = self._spend()
         permitted_V = self._permitted(self._weighed(logits_V))
         if draft_id is None or draft_prob_V is None or self._params.temperature == 0:
             token_id = choose(permitted_V, self._params, uniform)
@@ -154,7 +191,7 @@ class Sampler:
     def inherit(self, token_ids: Sequence[int]) -> None:
         """The answer begins with tokens that this sampler did not choose; its random numbers for them are spent."""
         for token_id in token_ids:
-            _uniform(self._generator)
+            self._spend()
             self._note(token_id)
 
     def rewind(self, token_ids: Sequence[int], constraint: Constraint | None) -> None:

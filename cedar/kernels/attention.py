@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
+from cedar.kernels.pages import Paged, Stored
 
 
 @row_op(5)
@@ -63,3 +64,40 @@ def masked_attention(
     check.shape("masked_attention", "window", window_BSC, *query_BSHC.shape[:2], query_BSHC.shape[3])
     run = select("masked_attention", query_BSHC, window_BSC, sink_H)
     return run(query_BSHC, window_BSC, window_start_BS, entry_BEC, entry_visible_BSE, sink_H, num_window)
+
+
+def paged_attention(
+    query_THC: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    window: Stored,
+    slot_T: Tensor,
+    position_T: Tensor,
+    floor_T: Tensor,
+    entries: Paged | None,
+    selection_TK: Tensor | None,
+    sink_H: Tensor,
+    num_window: int,
+) -> Tensor:
+    """`attention` of decoding rows over stored bytes: each row reads its own ring and its own pages.
+
+    The queries are rotated on the way in, and the output back on the way out: the key is the value. No
+    synchronisation and no shape that depends on data. No gradient.
+
+    Args:
+        query_THC: Not rotated yet.
+        window: A ring of FP8 rows a sequence; position p lies in row `p % ring`.
+        slot_T: Whose ring, int64.
+        position_T: The row's own position, whose key is written already, int64.
+        floor_T: Oldest position whose key is there, int64.
+        entries: FP4 entries; None for a window-only layer.
+        selection_TK: int64, -1 for none.
+
+    Source: architecture.md 3.4 and 4.5.
+    """
+    check.shape("paged_attention", "query", query_THC, slot_T.shape[0], None, window.channels)
+    check.shape("paged_attention", "sink", sink_H, query_THC.shape[1])
+    run = select("paged_attention", query_THC)
+    return run(
+        query_THC, cos_TR, sin_TR, window, slot_T, position_T, floor_T, entries, selection_TK, sink_H, num_window
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
 
@@ -55,3 +56,34 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     """
     check.shape("swiglu", "up", up_TI, *gate_TI.shape)
     return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)
+
+
+def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
+    """`rms_norm`, then rounded to `spec` in the same pass; None leaves the norm. No gradient."""
+    check.shape("norm_round", "gain", gain_I, x_TI.shape[-1])
+    return select("norm_round", x_TI, gain_I)(x_TI, gain_I, eps, spec)
+
+
+def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
+    """Each group of channels through its own weight, summed in float32, in x's dtype: [T, G, O]. No gradient.
+
+    Args:
+        spec: What the result is rounded to for the product that reads it; None leaves it.
+    """
+    check.shape("grouped_linear", "weight", weight_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
+    return select("grouped_linear", x_TGI, weight_GOI)(x_TGI, weight_GOI, spec)
+
+
+def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    """`linear` with a weight as the checkpoint stores it, summed in float32, in x's dtype: [T, O]. No gradient.
+
+    Args:
+        codes_OI: uint8 E4M3.
+        scales: uint8 E8M0, one for each tile of 32 x 32.
+        spec: The input is rounded to it on the way in; None takes it as it is.
+
+    Source: architecture.md 7.2.
+    """
+    check.shape("packed_linear", "codes", codes_OI, None, x_TI.shape[-1])
+    check.shape("packed_linear", "scales", scales, -(-codes_OI.shape[0] // 32), -(-codes_OI.shape[1] // 32))
+    return select("packed_linear", x_TI, codes_OI)(x_TI, codes_OI, scales, spec)

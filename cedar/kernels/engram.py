@@ -5,8 +5,10 @@ T rows, L look-backs (current token first), K table columns, N streams, D channe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
 
@@ -47,3 +49,49 @@ def engram_gate(
     check.shape("engram_gate", "key", key_TND, *streams_TND.shape)
     run = select("engram_gate", streams_TND, key_TND, value_TD, query_weight_ND, key_weight_ND)
     return run(streams_TND, key_TND, value_TD, dead_T, query_weight_ND, key_weight_ND, eps)
+
+
+def engram_memory(
+    compressed_TL: Tensor,
+    multiplier_L: Tensor,
+    prime_K: Tensor,
+    offset_K: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    spec: FormatSpec | None,
+) -> Tensor:
+    """The table rows that `engram_rows` names, decoded, side by side: [T, K * channels].
+
+    Args:
+        spec: What they are rounded to for the product that reads them; None leaves them.
+        codes: uint8 E4M3 [rows, channels], on the device of the ids.
+        scales: uint8 E8M0 [rows, channels / 32].
+    """
+    run = select("engram_memory", compressed_TL, codes)
+    return run(compressed_TL, multiplier_L, prime_K, offset_K, codes, scales, dtype, spec)
+
+
+def look_back(
+    ids_T: Tensor,
+    history_SH: Tensor,
+    slot_T: Tensor,
+    compressed_V: Tensor,
+    *,
+    num_lookbacks: int,
+    image_token_id: int,
+    pad_token_id: int,
+) -> Tensor:
+    """The compressed ids of each row's token and of those before it, newest first [T, L]; the token joins its history.
+
+    An image token, a token that does not exist (-1) and everything older than one of these count as the pad.
+
+    Args:
+        history_SH: Raw ids by slot, newest last, int64; written. Rows that share a slot may leave either's token.
+        compressed_V: Raw id -> compressed id.
+
+    Source: engram-dspark-vision-chat.md 1.2.
+    """
+    check.shape("look_back", "slot", slot_T, ids_T.shape[0])
+    run = select("look_back", ids_T)
+    return run(ids_T, history_SH, slot_T, compressed_V, num_lookbacks, image_token_id, pad_token_id)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cedar.kernels import check
 from cedar.kernels.dispatch import is_deterministic, row_op, select
+from cedar.kernels.pages import Paged
 
 # entries per product in deterministic mode, so that an entry's score does not depend on how many there are
 _ENTRY_BLOCK = 128
@@ -36,6 +37,70 @@ def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor)
     """`index_scores` where each row has keys of its own (the members of its candidate pool): [T, E]."""
     check.shape("gathered_index_scores", "key", key_TEI, query_THI.shape[0], None, query_THI.shape[-1])
     return select("gathered_index_scores", query_THI, weight_TH, key_TEI)(query_THI, weight_TH, key_TEI)
+
+
+def paged_index_scores(
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    num_entries: int,
+) -> Tensor:
+    """`index_scores` of decoding rows against their own pages: float32 [T, num_entries], -inf where not visible.
+
+    Args:
+        query_THI: Neither rotated nor rounded to FP4 yet: both happen on the way in.
+        visible_T: Entries each row may see, int64; they are its first ones.
+        num_entries: Columns; no row sees more.
+    """
+    check.shape("paged_index_scores", "query", query_THI, visible_T.shape[0], None, keys.stored.channels)
+    run = select("paged_index_scores", query_THI)
+    return run(query_THI, cos_TR, sin_TR, weight_TH, keys, visible_T, num_entries)
+
+
+def paged_pool_scores(
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    block_TN: Tensor,
+    block_size: int,
+) -> Tensor:
+    """`paged_index_scores` of the members of each row's blocks alone: float32 [T, N * block_size].
+
+    Args:
+        block_TN: Numbers of candidate blocks, int64, -1 for none; their members score -inf, as do invisible ones.
+    """
+    check.shape("paged_pool_scores", "query", query_THI, visible_T.shape[0], None, keys.stored.channels)
+    run = select("paged_pool_scores", query_THI)
+    return run(query_THI, cos_TR, sin_TR, weight_TH, keys, visible_T, block_TN, block_size)
+
+
+def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    """The columns of the k largest scores above -inf in ascending order, int64 [T, k]; -1 where there are fewer.
+
+    Among equals the lower column wins.
+    """
+    return select("top_entries", score_TE)(score_TE, k)
+
+
+def top_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
+    """`candidate_blocks` as numbers: int64 [T, topk_blocks] ascending, -1 where there are fewer."""
+    return top_entries(_block_scores(score_TE, visible_T, block_size), topk_blocks)
+
+
+def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    """`top_entries` of the scores of a pool's members, as entries: int64 [T, k] ascending, -1 for none.
+
+    Args:
+        block_TN: The pool's blocks, ascending: column p is entry `block_TN[p // block_size] * block_size + ...`.
+    """
+    check.shape("top_members", "score", score_TP, block_TN.shape[0], block_TN.shape[1] * block_size)
+    return select("top_members", score_TP)(score_TP, k, block_TN, block_size)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:
@@ -81,12 +146,17 @@ def candidate_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, to
     num_rows, num_entries = score_TE.shape
     if num_entries == 0:
         return torch.zeros(num_rows, 0, dtype=torch.bool, device=score_TE.device)
-    padded = torch.nn.functional.pad(score_TE, (0, -num_entries % block_size), value=-torch.inf)
+    return topk_mask(_block_scores(score_TE, visible_T, block_size), topk_blocks)
+
+
+def _block_scores(score_TE: Tensor, visible_T: Tensor, block_size: int) -> Tensor:
+    """The best member of each block; infinity for the block of the newest visible entry."""
+    padded = torch.nn.functional.pad(score_TE, (0, -score_TE.shape[-1] % block_size), value=-torch.inf)
     block_TN = padded.unflatten(-1, (-1, block_size)).amax(-1)
     newest_T1 = (visible_T.unsqueeze(-1) - 1).clamp(min=0) // block_size
     has_any_T1 = (visible_T > 0).unsqueeze(-1)
     forced_TN = (torch.arange(block_TN.shape[-1], device=score_TE.device) == newest_T1) & has_any_T1
-    return topk_mask(block_TN.masked_fill(forced_TN, torch.inf), topk_blocks)
+    return block_TN.masked_fill(forced_TN, torch.inf)
 
 
 def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor) -> Tensor:

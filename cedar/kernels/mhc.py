@@ -5,8 +5,11 @@ T rows, N streams, D channels a stream.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import row_op, select
 
@@ -48,3 +51,50 @@ def expand(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, mixing_TNN: Tenso
     check.shape("expand", "y", y_TD, streams_TND.shape[0], streams_TND.shape[2])
     run = select("expand", streams_TND, y_TD, post_TN, mixing_TNN)
     return run(y_TD, streams_TND, post_TN, mixing_TNN)
+
+
+class Sublayer(NamedTuple):
+    """What a sublayer's entry needs: its hyper-connection and the gain of its norm."""
+
+    fn: Tensor
+    scale_3: Tensor
+    base: Tensor
+    gain_D: Tensor
+    iterations: int
+    eps: float
+    rms_eps: float
+    norm_eps: float
+
+
+class Entered(NamedTuple):
+    """The streams as a sublayer finds them, its input, the input rounded, and the sublayer's mixes."""
+
+    streams_TND: Tensor
+    normed_TD: Tensor
+    rounded_TD: Tensor
+    premix_TN: Tensor
+    post_TN: Tensor
+    mixing_TNN: Tensor
+
+
+def advance(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+) -> Entered:
+    """From one sublayer's output to the next one's input, the streams read once: `expand`, `mix_coefficients`,
+    `collapse`, norm and rounding. No gradient.
+
+    Args:
+        y_TD: The last sublayer's output; None if the streams are up to date.
+        post_TN: The last sublayer's, as `mixing_TNN`; None without `y_TD`.
+        premix_TN: The last sublayer's: it collapses the new streams.
+        spec: What the input is rounded to; None rounds nothing.
+    """
+    check.shape("advance", "premix", premix_TN, *streams_TND.shape[:2])
+    run = select("advance", streams_TND, premix_TN)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)

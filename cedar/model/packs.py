@@ -223,6 +223,7 @@ class PackState:
                 weight_SH,
                 Keys(key_EI),
                 visible_S,
+                self._row_S.shape[0] // self._kv_ratio[kv_source],
                 topk=self.topk,
                 pool_TN=None if pool is None else pool[b],
                 make_pool=make_pool,

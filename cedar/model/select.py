@@ -54,14 +54,19 @@ def select_rows(
     weight_TH: Tensor,
     keys: KeySource,
     visible_T: Tensor,
+    num_entries: int,
     *,
     topk: int | None,
     pool_TN: Tensor | None,
     make_pool: bool,
     rule: SelectionRule,
 ) -> SharedKV:
-    """Selection of one sequence's rows, as indices: [T, K] ascending, -1 where there are fewer."""
-    num_entries = int(visible_T[-1]) if visible_T.numel() else 0
+    """Selection of one sequence's rows, as indices: [T, K] ascending, -1 where there are fewer.
+
+    Args:
+        visible_T: Entries each row may see.
+        num_entries: What the last row may see, known to the host: asking `visible_T` would hold up the device.
+    """
     k = topk if topk is not None else max(num_entries, 1)
     if pool_TN is not None and rule == "learned":
         candidate_TP = _pool_members(pool_TN, config.candidate_block_size, config.candidate_topk_blocks)

@@ -714,6 +714,7 @@ class SequenceStep:
             weight_TH,
             self.state.keys[kv_source],
             (self._positions_T + 1) // ratio,
+            self.stop // ratio,
             topk=self.state.config.indexer.topk,
             pool_TN=pool,
             make_pool=make_pool,

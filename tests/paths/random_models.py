@@ -52,6 +52,35 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     return dataclasses.replace(config, initializer_range=base.initializer_range)
 
 
+def tiny() -> ModelConfig:
+    """One layer of each kind, where a test runs the engine in exact mode."""
+    return presets._small_model(
+        layout="S F2 U | F1 R U",
+        vocab_size=512,
+        hidden_size=32,
+        num_heads=2,
+        head_dim=32,
+        rope_head_dim=8,
+        q_lora_rank=32,
+        o_groups=1,
+        o_lora_rank=32,
+        window=12,
+        compress_rope_theta=100,
+        num_experts=4,
+        num_experts_per_token=2,
+        inner_size=32,
+        sinkhorn_iterations=3,
+        index_heads=2,
+        index_dim=32,
+        topk=6,
+        block_size=4,
+        num_blocks=4,
+        engram_layers=(1,),
+        max_ngram_size=3,
+        engram_vocab_size=31,
+    )
+
+
 def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Transformer:
     """A model in which every gain, bias, sink and scale is random."""
     model = Transformer(config, dtype=dtype)

@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.kernels import attention as ops
+from cedar.kernels.dense import rotate
+from cedar.kernels.pages import Paged, Stored, load_rows
+
 
 def attention(
     query_THC: Tensor,
@@ -29,6 +33,39 @@ def attention(
     # the released kernel rounds the weights to the model's dtype for the value product only
     value_THC = weight_THJ.to(query_THC.dtype).float() @ key_TJC
     return (value_THC / total_TH1).to(query_THC.dtype)
+
+
+def paged_attention(
+    query_THC: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    window: Stored,
+    slot_T: Tensor,
+    position_T: Tensor,
+    floor_T: Tensor,
+    entries: Paged | None,
+    selection_TK: Tensor | None,
+    sink_H: Tensor,
+    num_window: int,
+) -> Tensor:
+    query_THC = rotate(query_THC, cos_TR, sin_TR)
+    place_TW = position_T.unsqueeze(-1) + torch.arange(1 - num_window, 1, device=position_T.device)
+    visible_TW = place_TW >= floor_T.unsqueeze(-1)
+    ring_TW = place_TW % window.codes_PNX.shape[1]
+    window_TWC = load_rows(window, slot_T.unsqueeze(-1).expand_as(ring_TW), ring_TW, query_THC.dtype)
+    # a row that nobody wrote may decode to NaN, which a weight of zero would not silence
+    window_TWC = window_TWC.masked_fill(~visible_TW.unsqueeze(-1), 0)
+    if entries is None or selection_TK is None:
+        output_THC = ops.attention(query_THC, window_TWC, visible_TW, None, None, sink_H)
+        return rotate(output_THC, cos_TR, -sin_TR)
+    present_TK = selection_TK >= 0
+    index_TK = selection_TK.clamp(min=0)
+    per_page = entries.stored.codes_PNX.shape[1]
+    page_TK = entries.page_SP[entries.slot_T].gather(1, index_TK // per_page)
+    entry_TKC = load_rows(entries.stored, page_TK, index_TK % per_page, query_THC.dtype)
+    entry_TKC = entry_TKC.masked_fill(~present_TK.unsqueeze(-1), 0)
+    output_THC = ops.attention(query_THC, window_TWC, visible_TW, entry_TKC, present_TK, sink_H)
+    return rotate(output_THC, cos_TR, -sin_TR)
 
 
 def masked_attention(

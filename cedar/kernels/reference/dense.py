@@ -6,6 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.formats.fp8 import dequantize_tiles
+from cedar.formats.spec import FormatSpec
+from cedar.kernels import dense as ops
+from cedar.kernels.quantize import round_rows
+
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI if weight_OI.dtype == x_TI.dtype else weight_OI.to(x_TI.dtype))
@@ -28,3 +33,20 @@ def rotate(x_THI: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)
+
+
+def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
+    normed_TI = ops.rms_norm(x_TI, gain_I, eps)
+    return normed_TI if spec is None else round_rows(normed_TI, spec)
+
+
+def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
+    groups = []
+    for x_TI, weight_OI in zip(x_TGI.unbind(1), weight_GOI, strict=True):
+        y_TO = ops.linear(x_TI, weight_OI)
+        groups.append(y_TO if spec is None else round_rows(y_TO, spec))
+    return torch.stack(groups, dim=1)
+
+
+def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    return ops.linear(x_TI if spec is None else round_rows(x_TI, spec), dequantize_tiles(codes_OI, scales, x_TI.dtype))

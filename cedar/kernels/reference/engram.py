@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.quantize import dequantize_rows, round_rows
+
 
 def engram_rows(compressed_TL: Tensor, multiplier_L: Tensor, prime_K: Tensor, offset_K: Tensor) -> Tensor:
     num_heads = prime_K.shape[0] // (multiplier_L.shape[0] - 1)
@@ -37,3 +40,35 @@ def engram_gate(
     gate_TN = torch.sigmoid(torch.copysign(dot_TN.abs().clamp(min=1e-6).sqrt(), dot_TN))
     gate_TN = gate_TN.masked_fill(dead_T.unsqueeze(-1), 0.0)
     return (stream32 + gate_TN.unsqueeze(-1) * value_TD.float().unsqueeze(1)).to(streams_TND.dtype)
+
+
+def engram_memory(
+    compressed_TL: Tensor,
+    multiplier_L: Tensor,
+    prime_K: Tensor,
+    offset_K: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    spec: FormatSpec | None,
+) -> Tensor:
+    row_TK = engram_rows(compressed_TL, multiplier_L, prime_K, offset_K)
+    memory_TX = dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)
+    return memory_TX if spec is None else round_rows(memory_TX, spec)
+
+
+def look_back(
+    ids_T: Tensor,
+    history_SH: Tensor,
+    slot_T: Tensor,
+    compressed_V: Tensor,
+    num_lookbacks: int,
+    image_token_id: int,
+    pad_token_id: int,
+) -> Tensor:
+    history_TH = torch.cat([history_SH[slot_T, 1:], ids_T.unsqueeze(-1)], dim=-1)
+    history_SH[slot_T] = history_TH
+    newest_TL = history_TH.flip(-1)[:, :num_lookbacks]
+    broken_TL = (newest_TL == image_token_id) | (newest_TL < 0)
+    dead_TL = broken_TL.int().cumsum(-1) > 0
+    return torch.where(dead_TL, compressed_V[pad_token_id], compressed_V[newest_TL.clamp(min=0)])

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cedar.formats.spec import FP8
+from cedar.formats.spec import FP4_INDEX, FP8, FormatSpec
+from cedar.kernels import experts as ops
 from cedar.kernels.dense import linear, swiglu
-from cedar.kernels.quantize import round_rows
+from cedar.kernels.mhc import Entered, Sublayer, advance
+from cedar.kernels.quantize import dequantize_rows, round_rows
 
 
 def route(
@@ -57,3 +59,42 @@ def experts(
             inner = round_rows(inner, FP8)
         output_TD = output_TD.index_add(0, row, linear(inner, w2_EDI[expert]).float())
     return output_TD
+
+
+def feed(
+    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: ops.Weights, limit: float, round_inner: bool
+) -> Tensor:
+    routed_TD = ops.experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=round_inner)
+    inner_TI = swiglu(linear(u_TD, weights.shared1_ID), linear(u_TD, weights.shared3_ID), limit).to(u_TD.dtype)
+    shared_TD = linear(round_rows(inner_TI, FP8) if round_inner else inner_TI, weights.shared2_DI)
+    return (routed_TD + shared_TD.float()).to(u_TD.dtype)
+
+
+def packed_experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1: ops.Packed,
+    w3: ops.Packed,
+    w2: ops.Packed,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    weights = (dequantize_rows(codes, scales, FP4_INDEX, u_TD.dtype) for codes, scales in (w1, w3, w2))
+    return ops.experts(u_TD, ids_TK, weights_TK, *weights, limit=limit, round_inner=round_inner)
+
+
+def advance_routed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: ops.Router,
+    image_T: Tensor,
+) -> tuple[Entered, Tensor, Tensor]:
+    entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+    ids_TK, weights_TK, _ = ops.route(entered.normed_TD, image_T, *router)
+    return entered, ids_TK, weights_TK

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cedar.formats.spec import FP4_INDEX
+from cedar.kernels import indexer as ops
+from cedar.kernels.dense import rotate
+from cedar.kernels.pages import Paged, load_rows
+from cedar.kernels.quantize import round_rows
+
 # rows whose attention gave the entries less than this have nothing to teach
 _LEAST_MASS = 1e-4
 
@@ -18,6 +24,56 @@ def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor
 def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor) -> Tensor:
     dot_THE = query_THI.float() @ key_TEI.float().transpose(1, 2)
     return (torch.relu(dot_THE) * weight_TH.float().unsqueeze(-1)).sum(1)
+
+
+def paged_index_scores(
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    num_entries: int,
+) -> Tensor:
+    query_THI = round_rows(rotate(query_THI, cos_TR, sin_TR), FP4_INDEX)
+    entry_TE = torch.arange(num_entries, device=visible_T.device).expand(visible_T.shape[0], -1)
+    return _scores_at(query_THI, weight_TH, keys, entry_TE, entry_TE < visible_T.unsqueeze(-1))
+
+
+def paged_pool_scores(
+    query_THI: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    weight_TH: Tensor,
+    keys: Paged,
+    visible_T: Tensor,
+    block_TN: Tensor,
+    block_size: int,
+) -> Tensor:
+    query_THI = round_rows(rotate(query_THI, cos_TR, sin_TR), FP4_INDEX)
+    member_TNM = block_TN.unsqueeze(-1) * block_size + torch.arange(block_size, device=block_TN.device)
+    member_TP = member_TNM.flatten(1)
+    return _scores_at(query_THI, weight_TH, keys, member_TP, (member_TP >= 0) & (member_TP < visible_T.unsqueeze(-1)))
+
+
+def _scores_at(query_THI: Tensor, weight_TH: Tensor, keys: Paged, entry_TE: Tensor, present_TE: Tensor) -> Tensor:
+    entry_TE = entry_TE.masked_fill(~present_TE, 0)
+    per_page = keys.stored.codes_PNX.shape[1]
+    page_TE = keys.page_SP[keys.slot_T].gather(1, entry_TE // per_page)
+    key_TEI = load_rows(keys.stored, page_TE, entry_TE % per_page, torch.float32)
+    score_TE = gathered_index_scores(query_THI, weight_TH, key_TEI)
+    return score_TE.masked_fill(~present_TE, -torch.inf)
+
+
+def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    return ops.mask_to_index(ops.topk_mask(score_TE, k), k)
+
+
+def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    place_TK = top_entries(score_TP, k)
+    safe_TK = place_TK.clamp(min=0)
+    entry_TK = block_TN.gather(1, safe_TK // block_size) * block_size + safe_TK % block_size
+    return entry_TK.masked_fill(place_TK < 0, -1)
 
 
 def topk_mask(score_TE: Tensor, k: int) -> Tensor:

@@ -6,6 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cedar.formats.spec import FormatSpec
+from cedar.kernels import mhc as ops
+from cedar.kernels.dense import rms_norm
+from cedar.kernels.quantize import round_rows
+
 
 def mix_coefficients(
     streams_TND: Tensor, fn: Tensor, scale_3: Tensor, base: Tensor, iterations: int, eps: float, rms_eps: float
@@ -40,3 +45,27 @@ def collapse(streams_TND: Tensor, premix_TN: Tensor) -> Tensor:
 def expand(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, mixing_TNN: Tensor) -> Tensor:
     mixed_TND = torch.einsum("tij,tid->tjd", mixing_TNN, streams_TND.float())
     return (post_TN.unsqueeze(-1) * y_TD.float().unsqueeze(1) + mixed_TND).to(streams_TND.dtype)
+
+
+def advance(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: ops.Sublayer,
+    spec: FormatSpec | None,
+) -> ops.Entered:
+    if y_TD is not None and post_TN is not None and mixing_TNN is not None:
+        streams_TND = ops.expand(y_TD, streams_TND, post_TN, mixing_TNN)
+    mixes = ops.mix_coefficients(
+        streams_TND,
+        sublayer.fn,
+        sublayer.scale_3,
+        sublayer.base,
+        iterations=sublayer.iterations,
+        eps=sublayer.eps,
+        rms_eps=sublayer.rms_eps,
+    )
+    normed_TD = rms_norm(ops.collapse(streams_TND, premix_TN), sublayer.gain_D, sublayer.norm_eps)
+    return ops.Entered(streams_TND, normed_TD, normed_TD if spec is None else round_rows(normed_TD, spec), *mixes)

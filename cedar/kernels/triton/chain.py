@@ -1,0 +1,28 @@
+"""Kernels that depend on each other one by one, launched ahead of time.
+
+A step of a small model is some hundred short kernels, and between two of them a GPU idles for about as long as one
+of them runs. `follow` at the top of a kernel lets the next one take its place on the chip at once and then waits
+until the one before is done, so nothing but the launch overlaps. A kernel launched with `launch_pdl=AHEAD` must call
+it before it touches memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cedar.kernels.triton.device import INTERPRETED
+
+# from Hopper on; without a GPU kernels are compiled for it
+AHEAD = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0))
+_AHEAD = tl.constexpr(AHEAD)
+
+
+@triton.jit
+def follow():
+    """Wait for the kernel before; the one behind may be launched."""
+    if _AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()

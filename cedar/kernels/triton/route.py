@@ -1,0 +1,110 @@
+"""Router scores, the choice of experts and their weights, a row a program.
+
+T rows, D channels, E experts, K chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+
+__all__ = ["FORWARD_ONLY", "fits", "route", "unavailable"]
+
+FORWARD_ONLY = ("route",)
+MAX_EXPERTS = 64
+_MAX_ROWS = 512
+
+
+def fits(op: str, u: Tensor, weight: Tensor) -> bool:
+    """At most 512 rows and 64 experts: each expert is ranked against all others."""
+    few = weight.shape[0] <= MAX_EXPERTS and 0 < u.shape[0] <= _MAX_ROWS
+    return few and is_half_or_float(u) and weight.dtype == torch.float32
+
+
+@triton.jit
+def router_products(u, weight_ptr, channel, channels, num_experts, E: tl.constexpr):
+    """Products of some channels of one row, float32, with every expert's weight: [E]."""
+    expert = tl.arange(0, E)
+    w = tl.load(
+        weight_ptr + expert[:, None] * channels + channel[None, :],
+        mask=(expert < num_experts)[:, None] & (channel < channels)[None, :],
+        other=0.0,
+    )
+    return tl.sum(w * u[None, :], axis=1)
+
+
+@triton.jit
+def choose_experts(
+    total, row, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling,
+    IMAGES: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """From products to the row's experts, their weights and all scores, written."""
+    expert = tl.arange(0, E)
+    known = expert < num_experts
+    # softplus without loss where the exponential is small
+    small = tl.exp(-tl.abs(total))
+    log1p = tl.where(small < 1e-3, small * (1.0 - small * (0.5 - small / 3.0)), tl.log(1.0 + small))
+    score = tl.sqrt_rn(tl.maximum(total, 0.0) + log1p)
+    tl.store(score_ptr + row * num_experts + expert, score, mask=known)
+    bias = tl.load(bias_ptr + expert, mask=known, other=0.0)
+    if IMAGES:
+        image_bias = tl.load(image_bias_ptr + expert, mask=known, other=0.0)
+        bias = tl.where(tl.load(image_ptr + row) != 0, image_bias, bias)
+    biased = tl.where(known, score + bias, float("-inf"))
+    # an expert's rank: who is better, or equal and before it
+    across, down = tl.reshape(biased, (1, E)), tl.reshape(biased, (E, 1))
+    before = (across > down) | ((across == down) & (expert[None, :] < expert[:, None]))
+    chosen = known & (tl.sum(before.to(tl.int32), axis=1) < k)
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    weight = tl.where(chosen, score, 0.0)
+    weight = weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
+    tl.store(ids_ptr + row * k + place, expert.to(tl.int64), mask=chosen)
+    tl.store(weights_ptr + row * k + place, weight, mask=chosen)
+
+
+@triton.jit
+def _route(
+    u_ptr, image_ptr, weight_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, channels, num_experts,
+    k, scaling, IMAGES: tl.constexpr, E: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    follow()
+    t = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([E], tl.float32)
+    for start in range(0, channels, B):
+        channel = start + tl.arange(0, B)
+        u = tl.load(u_ptr + t * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        total += router_products(u, weight_ptr, channel, channels, num_experts, E)
+    choose_experts(
+        total, t, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling,
+        IMAGES, E,
+    )  # fmt: skip
+
+
+def route(
+    u_TD: Tensor,
+    image_T: Tensor | None,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    image_bias_E: Tensor,
+    k: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, channels = u_TD.shape
+    num_experts = weight_ED.shape[0]
+    u_TD = u_TD.contiguous()
+    ids_TK = torch.empty(num_rows, k, device=u_TD.device, dtype=torch.int64)
+    weights_TK = torch.empty(num_rows, k, device=u_TD.device, dtype=torch.float32)
+    score_TE = torch.empty(num_rows, num_experts, device=u_TD.device, dtype=torch.float32)
+    experts = max(2, next_power_of_2(num_experts))
+    _route[(num_rows,)](
+        u_TD, bias_E if image_T is None else image_T, weight_ED, bias_E, image_bias_E, ids_TK, weights_TK, score_TE,
+        channels, num_experts, k, scaling,
+        IMAGES=image_T is not None, E=experts, B=min(next_power_of_2(channels), 8192 // experts), num_warps=4,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+    return ids_TK, weights_TK, score_TE

@@ -1,0 +1,429 @@
+"""One token of several sequences with every shape fixed and every position on the device: what a graph can hold.
+
+`DecodeSlots` keeps what decoding changes (windows, waiting halves, look-backs, page tables) in fixed places;
+`DecodeStep` is one step over it, and `SlotDecoder` the layers. Entries and index keys stay in the cache's pages.
+
+T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R rows of a ring, P pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from cedar.config.layers import LayerKind, layer_plans
+from cedar.config.model import PAGE_TOKENS, ModelConfig
+from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels import attention as attention_ops
+from cedar.kernels import indexer as indexer_ops
+from cedar.kernels.compress import pool_pairs
+from cedar.kernels.dense import grouped_linear
+from cedar.kernels.engram import engram_gate, engram_memory, look_back
+from cedar.kernels.experts import Router, Weights, advance_routed, feed
+from cedar.kernels.mhc import Entered, Sublayer, advance, expand
+from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
+from cedar.model.attention import Attention
+from cedar.model.block import Block
+from cedar.model.engram import Engram
+from cedar.model.layers import Linear, RMSNorm
+from cedar.model.mhc import HyperConnection
+from cedar.model.rope import Rope
+from cedar.model.sequence import SequenceState
+from cedar.model.state import SharedKV
+
+if TYPE_CHECKING:
+    from cedar.model.transformer import Transformer
+
+# (what, KV source) -> the pool's bytes of it
+StoredRows = Mapping[tuple[str, int], Stored]
+
+
+def unsuitable(state: SequenceState) -> str:
+    """Why a sequence cannot decode in a slot, or an empty string."""
+    rounding = state.rounding
+    if not (rounding.window_kv and rounding.main_kv and rounding.index):
+        return "its cache is not stored in the release's formats"
+    return "" if state.selection_rule == "learned" else "its selection is random"
+
+
+class DecodeSlots:
+    """Fixed places for `num_slots` sequences, and one more where idle rows write.
+
+    Args:
+        rows: Views of the page pool's bytes.
+        idle_page: A page of the pool that belongs to nobody.
+        max_pages: Pages of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: StoredRows,
+        *,
+        num_slots: int,
+        max_pages: int,
+        idle_page: int,
+        device: torch.device,
+    ) -> None:
+        attention = config.attention
+        self.config, self.rows, self.num_slots, self.idle_page = config, rows, num_slots, idle_page
+        self.num_ring = attention.sliding_window + config.draft.block_size + 1
+        self.num_tail_rows = config.draft.block_size + 2
+        self.num_history = config.engram.max_ngram_size + config.draft.block_size
+        places = num_slots + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        channels = attention.head_dim
+        self.windows = [
+            Stored(
+                zeros(places, self.num_ring, channels, dtype=torch.uint8),
+                zeros(places, self.num_ring, channels // FP8.group, dtype=torch.uint8),
+                FP8,
+            )
+            for _ in range(config.num_layers)
+        ]
+        pairing = [plan.layer for plan in layer_plans(config) if plan.writes_entries and plan.ratio == 2]
+        # (content, gate) by position modulo the ring
+        ring = places, self.num_tail_rows, channels
+        self.tails = {
+            layer: (zeros(*ring, dtype=torch.float32), zeros(*ring, dtype=torch.float32)) for layer in pairing
+        }
+        self.history_SL = zeros(places, self.num_history)
+        self.page_SP = torch.full((places, max_pages), idle_page, dtype=torch.int64, device=device)
+        self.floor_LS = zeros(config.num_layers, places)
+        # what each slot's page table holds, and how many rows of tails are true
+        self._pages: list[list[int]] = [[] for _ in range(places)]
+        self._tail_rows = [0] * places
+
+    def enter(self, state: SequenceState, slot: int) -> None:
+        """Copy a sequence's windows, halves and look-backs into a slot; a draft's context stays where it is."""
+        for window, store in zip(self.windows, state.windows, strict=False):
+            row_R = torch.arange(self.num_ring, device=state.device)
+            for plane, stored in zip(window[:2], store.read(row_R), strict=True):
+                plane[slot] = stored
+        floors = [state.window_floor(layer) for layer in range(len(self.windows))]
+        self.floor_LS[:, slot] = torch.tensor(floors).to(self.floor_LS.device)
+        self._tail_rows[slot] = 0
+        for layer, ring in self.tails.items():
+            if layer not in state.tails:
+                continue
+            num_rows = state.tails[layer][0].shape[0]
+            place_R = self._tail_places(state, num_rows)
+            for plane, rows in zip(ring, state.tails[layer], strict=True):
+                plane[slot, place_R] = rows
+            self._tail_rows[slot] = num_rows
+        self.history_SL[slot] = state._history[-self.num_history :]
+
+    def leave(self, state: SequenceState, slot: int) -> None:
+        """The opposite of `enter`, after any number of steps."""
+        row_R = torch.arange(self.num_ring, device=state.device)
+        for window, store in zip(self.windows, state.windows, strict=False):
+            store.overwrite(row_R, [plane[slot] for plane in window[:2]])
+        for layer, (content_SRC, gate_SRC) in self.tails.items():
+            place_R = self._tail_places(state, self._tail_rows[slot])
+            state.tails[layer] = content_SRC[slot, place_R], gate_SRC[slot, place_R]
+        state._history = self.history_SL[slot].clone()
+
+    def stepped(self, state: SequenceState, slot: int) -> None:
+        """Tell the host's side of a sequence that its slot went one token on."""
+        state.num_tokens += 1
+        state._farthest = max(state._farthest, state.num_tokens)
+        for source, store in state.entries.items():
+            count = state.num_tokens // self.config.attention.compress_ratios[source]
+            store.count = state.keys[source].count = count
+        self._tail_rows[slot] = min(self._tail_rows[slot] + 1, self.num_tail_rows)
+
+    def set_pages(self, slot: int, pages: Sequence[int], *, entered: bool) -> None:
+        """Make a slot's page table equal to `pages`; only what changed is copied.
+
+        Args:
+            entered: The sequence is new in its slot. Later its table changes at the end alone, by a page that is
+                added or was shared, so nothing before that is compared.
+        """
+        held = self._pages[slot]
+        same = 0 if entered else max(len(held) - 2, 0)
+        while same < min(len(held), len(pages)) and held[same] == pages[same]:
+            same += 1
+        if same == len(held) == len(pages):
+            return
+        # entries behind the end keep naming some page: nothing reads them
+        fresh_P = torch.tensor(pages[same:], dtype=torch.int64)
+        self.page_SP[slot, same : len(pages)] = fresh_P.to(self.page_SP.device)
+        self._pages[slot] = list(pages)
+
+    def _tail_places(self, state: SequenceState, num_rows: int) -> Tensor:
+        stop = state.num_tokens
+        return torch.arange(stop - num_rows, stop, device=state.device) % self.num_tail_rows
+
+
+class DecodeStep:
+    """One token a row: where the rows stand and what they read and write, without asking the device anything.
+
+    Args:
+        slot_T: Each row's slot, int64; idle rows name the one behind the last.
+        position_T: Position of each row's token, int64.
+        context: No row stands at or beyond this token: scans end there.
+    """
+
+    def __init__(self, slots: DecodeSlots, rope: Rope, slot_T: Tensor, position_T: Tensor, *, context: int) -> None:
+        self.slots, self.context = slots, context
+        self._slot_T, self._position_T = slot_T, position_T
+        self._at = at = locate(
+            slot_T,
+            position_T,
+            slots.floor_LS,
+            slots.page_SP,
+            rope.window_frequency_R,
+            rope.compressed_frequency_R,
+            num_ring=slots.num_ring,
+            page_tokens=PAGE_TOKENS,
+        )
+        # by compression ratio: rotation of rows and of the entries they complete, entries seen, where new ones go
+        plain = at.cos_TR, at.sin_TR
+        self._rotations = {0: (at.window_cos_TR, at.window_sin_TR), 1: plain, 2: plain}
+        # a pair stands where its first token does
+        self._entry_rotations = {1: plain, 2: (at.pair_cos_TR, at.pair_sin_TR)}
+        self._visible = {1: at.visible_T, 2: at.visible_pairs_T}
+        self._places = {
+            1: (at.page_T, at.row_T, at.busy_T),
+            2: (at.pair_page_T, at.pair_row_T, at.pair_T),
+        }
+
+    def look_back(self, ids_T: Tensor, compressed_V: Tensor) -> Tensor:
+        """Compressed ids of the rows' tokens and their look-backs, newest first [T, L]; the tokens join the history."""
+        config = self.slots.config
+        return look_back(
+            ids_T,
+            self.slots.history_SL,
+            self._slot_T,
+            compressed_V,
+            num_lookbacks=config.engram.max_ngram_size,
+            image_token_id=config.image_token_id,
+            pad_token_id=config.engram.pad_token_id,
+        )
+
+    def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
+        """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
+        query_norm, norm = attention.q_norm, attention.kv_norm
+        window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
+        places = self._slot_T, self._at.ring_T, self._at.busy_T
+        return split_latent(
+            latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
+        )
+
+    def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
+        return pool_pairs(fresh_TX, *self.slots.tails[layer], self._slot_T, self._position_T, dtype)
+
+    def write_entries(self, source: int, what: Literal["entries", "keys"], rows_TC: Tensor, norm: RMSNorm) -> Tensor:
+        """Norm, rotate and keep what the rows complete; returns the normed rows before their rotation."""
+        ratio = self._ratio(source)
+        stored = self.slots.rows[what, source]
+        rotation, places = self._entry_rotations[ratio], self._places[ratio]
+        return store_normed(rows_TC, norm.weight, norm.eps, *rotation, stored, *places)
+
+    def select(
+        self, kv_source: int, query_THI: Tensor, weight_TH: Tensor, *, pool: Tensor | None, make_pool: bool
+    ) -> SharedKV:
+        """The selection [T, K], and the pool as numbers of candidate blocks [T, N].
+
+        Args:
+            query_THI: As the linear gave it: neither rotated nor rounded.
+            weight_TH: Up to a positive factor, which changes no order.
+        """
+        indexer, ratio = self.slots.config.indexer, self._ratio(kv_source)
+        keys, visible_T = self._paged("keys", kv_source), self._visible[ratio]
+        size, num_blocks = indexer.candidate_block_size, indexer.candidate_topk_blocks
+        query = query_THI, *self._rotations[ratio], weight_TH, keys, visible_T
+        if pool is not None:
+            score_TP = indexer_ops.paged_pool_scores(*query, pool, size)
+            return SharedKV(indexer_ops.top_members(score_TP, indexer.topk, pool, size), pool)
+        score_TE = indexer_ops.paged_index_scores(*query, self.context // ratio)
+        selection_TK = indexer_ops.top_entries(score_TE, indexer.topk)
+        if make_pool:
+            pool = indexer_ops.top_blocks(score_TE, visible_T, block_size=size, topk_blocks=num_blocks)
+        return SharedKV(selection_TK, pool)
+
+    def attend(
+        self, layer: int, kv_source: int | None, query_THC: Tensor, ratio: int, shared: SharedKV, sink_H: Tensor
+    ) -> Tensor:
+        return attention_ops.paged_attention(
+            query_THC,
+            *self._rotations[ratio],
+            self.slots.windows[layer],
+            self._slot_T,
+            self._position_T,
+            self._at.floor_LT[layer],
+            None if kv_source is None else self._paged("entries", kv_source),
+            shared.selection,
+            sink_H,
+            self.slots.config.attention.sliding_window,
+        )
+
+    def _paged(self, what: Literal["entries", "keys"], source: int) -> Paged:
+        return Paged(self.slots.rows[what, source], self.slots.page_SP, self._slot_T)
+
+    def _ratio(self, source: int) -> int:
+        return self.slots.config.attention.compress_ratios[source]
+
+
+class SlotDecoder:
+    """The model's layers for one token a row, in as few kernels as there are steps that depend on each other.
+
+    Linears that read the same rows become one; their weights become views of it, so nothing is held twice.
+
+    Args:
+        model: Its weights must not be rounded on the fly (`Rounding.weights`), as no served model's are.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        assert not model.rounding.weights, "a checkpoint's weights are rounded already"
+        self.model = model
+        self._spec = FP8 if model.rounding.activations else None
+        with torch.inference_mode(False), torch.no_grad():
+            self._layers = [_Layer(block) for block in model.layers]
+
+    def __call__(self, step: DecodeStep, ids_T: Tensor) -> Tensor:
+        """One token of every row: logits float32 [T, V]. A graph may hold the whole call."""
+        model = self.model
+        streams_TND, premix_TN = model._embed(ids_T, None, model.dtype)
+        image_T = ids_T == model.config.image_token_id
+        compressed_TL = None
+        if model.config.engram.layer_ids:
+            compressed_TL = step.look_back(ids_T, model.token_map.compressed_V)
+        y_TD = post_TN = mixing_TNN = None
+        shared = SharedKV()
+        for layer in self._layers:
+            block = layer.block
+            if compressed_TL is not None and block.plan.engram:
+                if y_TD is not None and post_TN is not None and mixing_TNN is not None:
+                    streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
+                streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
+            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            y_TD, shared = self._attend(layer, step, entered, shared)
+            entered, ids_TK, weights_TK = advance_routed(
+                y_TD,
+                entered.streams_TND,
+                entered.post_TN,
+                entered.mixing_TNN,
+                entered.premix_TN,
+                layer.experts,
+                self._spec,
+                layer.router,
+                image_T,
+            )
+            y_TD = feed(
+                entered.rounded_TD,
+                ids_TK,
+                weights_TK,
+                layer.feed,
+                limit=block.ffn.experts.limit,
+                round_inner=self._spec is not None,
+            )
+            streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
+            post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
+        assert y_TD is not None and post_TN is not None and mixing_TNN is not None
+        return model._head(expand(y_TD, streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
+
+    def _remember(self, engram: Engram, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor) -> Tensor:
+        table = engram.embed
+        if table.codes is None or table.scales is None:
+            return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
+        addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
+        memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype, self._spec)
+        kv_TX = _linear(memory_TX, engram.wkv.weight)
+        keys = engram.num_streams * engram.hidden
+        key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
+        return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
+
+    def _attend(self, layer: _Layer, step: DecodeStep, entered: Entered, shared: SharedKV) -> tuple[Tensor, SharedKV]:
+        attention, plan = layer.block.attn, layer.block.plan
+        latent_TX = _linear(entered.rounded_TD, layer.latent)
+        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
+        if plan.writes_entries:
+            self._write_entries(layer, step, entered.normed_TD)
+        query_TX = _linear(latent_TQ, layer.query)
+        num_queries = attention.num_heads * attention.head_dim
+        if plan.selects:
+            assert plan.kv_source is not None
+            indexer = attention.indexer
+            index_THI = query_TX[:, num_queries:].unflatten(-1, (indexer.num_heads, indexer.head_dim))
+            weight_TH = _linear(entered.normed_TD, indexer.weights_proj.weight)
+            full = plan.kind is LayerKind.FULL
+            shared = step.select(
+                plan.kv_source,
+                index_THI,
+                weight_TH,
+                pool=None if full else shared.pool,
+                make_pool=full and plan.decoder,
+            )
+        query_THC = query_TX[:, :num_queries].unflatten(-1, (attention.num_heads, attention.head_dim))
+        output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
+        output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
+        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
+        mixed_TR = grouped_linear(output_TGX, weight_GRX, self._spec).flatten(1)
+        return _linear(mixed_TR, attention.wo_b.weight), shared
+
+    def _write_entries(self, layer: _Layer, step: DecodeStep, normed_TD: Tensor) -> None:
+        attention, source = layer.block.attn, layer.block.plan.layer
+        assert layer.entry is not None
+        compressor, indexer = attention.compressor, attention.indexer
+        if compressor.ratio == 1:
+            latent_TC = _linear(normed_TD, layer.entry)
+        else:
+            latent_TC = step.pool_pairs(source, _linear(normed_TD.float(), layer.entry), normed_TD.dtype)
+        latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
+        step.write_entries(source, "keys", _linear(latent_TC, indexer.wk.weight), indexer.k_norm)
+
+
+class _Layer:
+    """A block's weights as decoding uses them."""
+
+    def __init__(self, block: Block) -> None:
+        attention, ffn = block.attn, block.ffn
+        self.block = block
+        self.attention = _sublayer(block.hc_attn, block.attn_norm)
+        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
+        self.latent = _joined(attention.wq_a, attention.wkv)
+        indexes = [attention.indexer.wq_b] if block.plan.selects else []
+        self.query = _joined(attention.wq_b, *indexes)
+        self.entry: Tensor | None = None
+        if block.plan.writes_entries:
+            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
+            self.entry = _joined(attention.compressor.wkv, *gates)
+        gate = ffn.gate
+        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
+        routed, shared = ffn.experts, ffn.shared_experts
+        self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
+
+
+def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
+    return Sublayer(
+        connection.fn,
+        connection.scale,
+        connection.base,
+        norm.weight,
+        connection.iterations,
+        connection.eps,
+        connection.rms_eps,
+        norm.eps,
+    )
+
+
+def _joined(*linears: Linear) -> Tensor:
+    """The weights one below the other; each linear's own becomes a view of its part."""
+    if len(linears) == 1:
+        return linears[0].weight
+    joined = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, joined.split([linear.weight.shape[0] for linear in linears]), strict=True):
+        linear.weight.data = part
+    return joined
+
+
+def _linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)

@@ -1,0 +1,192 @@
+"""Compiles the decode kernels for sm_90 without a GPU: each wrapper is called with CPU tensors, each launch compiled.
+
+Run as a program, because Triton decides when it is imported whether it interprets. Prints one line a kernel: its
+name, registers are not known before ptxas, so the bytes of shared memory and of machine code.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
+from cedar.kernels.experts import Packed, Router, Weights
+from cedar.kernels.mhc import Sublayer
+from cedar.kernels.pages import Paged, Stored
+
+TARGET = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl")
+compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+    options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, bool):
+            signature[parameter.name] = "i1"
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    key = (kernel.__name__, tuple(signature.items()), tuple(map(str, constants.items())))
+    if key in compiled:
+        return
+    started = time.monotonic()
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    compiled[key] = binary = triton.compile(source, target=TARGET, options=options)
+    print(
+        f"{kernel.__name__}: {binary.metadata.shared} bytes of shared memory, {len(binary.asm['cubin'])} of code, "
+        f"{time.monotonic() - started:.1f} s",
+        flush=True,
+    )
+
+
+def _stored(spec: Any, pages: int, rows: int, channels: int) -> Stored:
+    codes = torch.zeros(pages, rows, channels * spec.element_bits // 8, dtype=torch.uint8)
+    return Stored(codes, torch.zeros(pages, rows, channels // spec.group, dtype=torch.uint8), spec)
+
+
+def shapes(name: str) -> dict[str, int]:
+    release = {
+        "rows": 2, "heads": 64, "channels": 512, "angles": 32, "window": 128, "topk": 512, "index_heads": 32,
+        "index_channels": 128, "hidden": 5120, "latent": 1280, "experts": 8, "inner": 2304, "entries": 4096,
+        "layers": 40, "vocabulary": 129280,
+    }  # fmt: skip
+    mini = {
+        "rows": 2, "heads": 8, "channels": 64, "angles": 8, "window": 32, "topk": 32, "index_heads": 8,
+        "index_channels": 32, "hidden": 256, "latent": 128, "experts": 8, "inner": 160, "entries": 1024,
+        "layers": 16, "vocabulary": 2048,
+    }  # fmt: skip
+    return {"release": release, "mini": mini}[name]
+
+
+def call_all(size: dict[str, int]) -> None:
+    """Every wrapper once."""
+    from cedar.kernels.triton import (
+        advance,
+        compress,
+        engram,
+        feed,
+        few_rows,
+        locate,
+        packed_experts,
+        packed_linear,
+        paged_attention,
+        paged_indexer,
+        pages,
+        route,
+        sampling,
+        topk,
+    )
+
+    rows, channels, hidden = size["rows"], size["channels"], size["hidden"]
+    half = {"dtype": torch.bfloat16}
+    row = torch.zeros(rows, dtype=torch.int64)
+    present = torch.ones(rows, dtype=torch.bool)
+    cos = torch.ones(rows, size["angles"])
+    ring = _stored(FP8, 3, size["window"] + 6, channels)
+    entries = Paged(_stored(FP4_MAIN, 3, 128, channels), torch.zeros(3, 8, dtype=torch.int64), row)
+    keys = Paged(_stored(FP4_INDEX, 3, 128, size["index_channels"]), torch.zeros(3, 8, dtype=torch.int64), row)
+    query = torch.zeros(rows, size["heads"], channels, **half)
+    selection = torch.zeros(rows, size["topk"], dtype=torch.int64)
+    arguments = query, cos, cos, ring, row, row, row, entries, selection, torch.zeros(size["heads"]), size["window"]
+    paged_attention.paged_attention(*arguments, shares=1)
+    paged_attention.paged_attention(*arguments, shares=2)
+    index = torch.zeros(rows, size["index_heads"], size["index_channels"], **half)
+    weight = torch.zeros(rows, size["index_heads"], **half)
+    paged_indexer.paged_index_scores(index, cos, cos, weight, keys, row, size["entries"])
+    block = torch.zeros(rows, 16, dtype=torch.int64)
+    paged_indexer.paged_pool_scores(index, cos, cos, weight, keys, row, block, 8)
+    topk.top_entries(torch.zeros(rows, size["entries"]), size["topk"])
+    topk.top_members(torch.zeros(rows, 128), size["topk"], block, 8)
+    for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
+        x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
+        pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)
+    latent = torch.zeros(rows, size["latent"] + channels, **half)
+    gains = torch.zeros(size["latent"], **half), 1e-20, FP8, torch.zeros(channels, **half), 1e-20
+    pages.split_latent(latent, *gains, cos, cos, ring, row, row, present)
+    tables = torch.zeros(size["layers"], 3, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.int64)
+    locate.locate(row, row, *tables, cos[0], cos[0], size["window"] + 6, 128)
+    sampling.draw_rows(torch.zeros(rows, size["vocabulary"]), row.double(), row.double())
+    tails = torch.zeros(3, 7, channels)
+    compress.pool_pairs(torch.zeros(rows, 2 * channels), tails, tails, row, row, torch.bfloat16)
+    engram.look_back(row, torch.zeros(3, 9, dtype=torch.int64), row, row, 4, 5, 2)
+    x, weight = torch.zeros(rows, 1, hidden, **half), torch.zeros(1, size["latent"], hidden, **half)
+    few_rows.grouped_linear(x, weight, FP8)
+    few_rows.grouped_linear(x, weight, None)
+    few_rows.norm_round(x[:, 0], torch.zeros(hidden, **half), 1e-20, FP8)
+    u = x[:, 0]
+    num_experts, inner = size["experts"], size["inner"]
+    matrices = Weights(
+        *(torch.zeros(num_experts, *pair, **half) for pair in ((inner, hidden), (inner, hidden), (hidden, inner))),
+        *(torch.zeros(pair, **half) for pair in ((inner, hidden), (inner, hidden), (hidden, inner))),
+    )
+    ids, weights, _ = route.route(
+        u, None, torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5
+    )
+    feed.feed(u, ids, weights, matrices, 10.0, True)
+    inner_up, inner_down = (
+        Packed(
+            torch.zeros(num_experts, a, b // 2, dtype=torch.uint8),
+            torch.zeros(num_experts, a, b // 32, dtype=torch.uint8),
+        )
+        for a, b in ((inner, hidden), (hidden, inner))
+    )
+    packed_experts.packed_experts(u, ids, weights, inner_up, inner_up, inner_down, 10.0, True)
+    tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
+    packed_linear.packed_linear(u, torch.zeros(size["latent"], hidden, dtype=torch.uint8), tiles, FP8)
+    sublayer = Sublayer(
+        torch.zeros(24, 4 * hidden),
+        torch.zeros(3),
+        torch.zeros(24),
+        torch.zeros(hidden, **half),
+        20,
+        1e-6,
+        1e-20,
+        1e-20,
+    )
+    streams, four = torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4)
+    if hidden <= 1024:
+        router = Router(torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5)
+        mixing = torch.zeros(rows, 4, 4)
+        advance.advance_routed(u, streams, four, mixing, four, sublayer, FP8, router, present)
+    advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
+    ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
+    engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)
+    gains = torch.zeros(4, hidden, **half)
+    engram.engram_gate(
+        torch.zeros(rows, 4, hidden, **half), torch.zeros(rows, 4, hidden, **half), u, present, gains, gains, 1e-20
+    )
+
+
+if __name__ == "__main__":
+    JITFunction.run = _run
+    for name in sys.argv[1:]:
+        call_all(shapes(name))
