@@ -59,7 +59,7 @@ WINDOW = 8
 SERVING = Rounding(weights=True)
 # nano with a window and a top-k so short that little of a text of 256 tokens is in reach
 MODEL = (f"attention.sliding_window={WINDOW}", "indexer.topk=8")
-MIXTURE = {"ngram": 0.12, "pairs": 0.3, "mqar": 0.3, "restate": 0.1, "lookup": 0.13, "copy": 0.05}
+MIXTURE = {"ngram": 0.12, "pairs": 0.3, "mqar": 0.15, "mqar_bare": 0.15, "restate": 0.1, "lookup": 0.13, "copy": 0.05}
 _HELD_OUT = 0xE7A1
 _CUT = 112
 

@@ -210,7 +210,8 @@ def _data(facts: Mapping[str, Any]) -> str:
         "needles": "`needles`: several records asked for at once, generated",
         "passkey": "`passkey`: one key in a long text, generated",
         "ngram": "`ngram`: a random language of known entropy, generated",
-        "mqar": "`mqar`: many queries of random key-value pairs, generated",
+        "mqar": "`mqar`: many queries of random key-value pairs, each behind a mark, generated",
+        "mqar_bare": "`mqar_bare`: the same without the marks, generated",
         "arithmetic": "`arithmetic`: sums modulo a small number with their steps, generated",
         "code": "`code`: small classes from a template, generated",
     }

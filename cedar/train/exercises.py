@@ -51,17 +51,34 @@ class Exercises:
         self._reply = (tokenizer.special[ASSISTANT], tokenizer.special[END_THINK])
 
     def mqar(self, rng: np.random.Generator, length: int, *, queries: int | None = None) -> Sample | None:
-        """Pairs of a random key and value, a mark, then keys again: each one's value is learnt.
+        """Pairs of a random key and value, then keys again, each behind a mark; the value after a key is learnt.
 
         How far back a queried pair lies is drawn log-uniformly from just beyond the window to the whole sample.
 
         Source: training.md 5.2; the task is that of Arora et al. 2023, multi-query associative recall.
         """
+        return self._queries(rng, length, queries, pairs=(0.4, 0.8), marked=True)
+
+    def mqar_bare(self, rng: np.random.Generator, length: int, *, queries: int | None = None) -> Sample | None:
+        """The same with one mark before all keys: twice as many queries, so twice as much to learn from."""
+        return self._queries(rng, length, queries, pairs=(0.25, 0.6), marked=False)
+
+    def _queries(
+        self,
+        rng: np.random.Generator,
+        length: int,
+        queries: int | None,
+        *,
+        pairs: tuple[float, float],
+        marked: bool,
+    ) -> Sample | None:
         mark = self._encode("\n?")
-        room = length - 1 - len(mark)
+        before_all, before_each = ((), mark) if marked else (mark, ())
+        room = length - 1 - len(before_all)
         # more pairs than the vocabulary has keys for leave a gap in the middle that nobody asks about
-        num_pairs = min(max(2, int(rng.uniform(0.25, 0.6) * room / 2)), len(self._ordinary) // 2)
-        num_queries = min(num_pairs, (room - 2 * num_pairs) // 2, queries or room)
+        num_pairs = min(max(2, int(rng.uniform(*pairs) * room / 2)), len(self._ordinary) // 2)
+        query_tokens = len(before_each) + 2
+        num_queries = min(num_pairs, (room - 2 * num_pairs) // query_tokens, queries or room)
         if num_queries < 1:
             return None
         shuffled = rng.permutation(self._ordinary)
@@ -69,18 +86,18 @@ class Exercises:
         values = rng.choice(rest[: max(8, int(rng.integers(8, len(rest))))], size=num_pairs)
         sample = Writer(self._bos)
         sample.add(np.stack([keys, values], 1).flatten().tolist(), learn=False)
-        gap = room - 2 * num_pairs - 2 * num_queries
+        gap = room - 2 * num_pairs - query_tokens * num_queries
         if gap > 0:
             sample.add(rng.choice(rest, size=gap).tolist(), learn=False)
-        sample.add(mark, learn=False)
+        sample.add(before_all, learn=False)
         place = 1 + 2 * np.arange(num_pairs)
         free = np.ones(num_pairs, np.bool_)
         for _ in range(num_queries):
-            at = len(sample.ids)
+            at = len(sample.ids) + len(before_each)
             distance = math.exp(rng.uniform(math.log(min(self._window + 1, at - 1)), math.log(at)))
             pair = int(np.where(free, np.abs(place - (at - distance)), np.inf).argmin())
             free[pair] = False
-            sample.add((int(keys[pair]),), learn=False)
+            sample.add((*before_each, int(keys[pair])), learn=False)
             sample.answer((int(values[pair]),))
         return sample.sample(length)
 

@@ -101,7 +101,8 @@ class Suite:
             ("indexers", self.indexers),
             ("switches", self.switches),
             ("replay", self.replay),
-            ("queries", self.queries),
+            ("queries", lambda: self.queries("mqar")),
+            ("bare_queries", lambda: self.queries("mqar_bare")),
             ("passkey", self.passkey),
             ("needles", self.needles),
             ("recall", self.recall),
@@ -337,13 +338,13 @@ class Suite:
 
     # retrieval by length
 
-    def queries(self) -> list[dict[str, Any]]:
-        """Many queries of random pairs (MQAR), whole sequences at once: up to 4,096 tokens."""
+    def queries(self, task: str) -> list[dict[str, Any]]:
+        """Many queries of random pairs (MQAR, in one of its forms), whole sequences at once: up to 4,096 tokens."""
         found = []
         for length in self.effort.lengths:
             if length > 4096:
                 break
-            samples = self._samples("mqar", length, max(2, self.effort.count(length)))
+            samples = self._samples(task, length, max(2, self.effort.count(length)))
             distances = [(start, self._distance(s, start)) for s in samples for start, _ in s.answers]
             scores = self.meter.score(samples)
             beyond = [r for r, (_, d) in zip(scores.right, distances, strict=True) if d > self.window]

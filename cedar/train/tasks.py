@@ -127,6 +127,7 @@ class Tasks:
             "passkey": self.passkey,
             "ngram": lambda rng, length: self.language.sample(rng, length),
             "mqar": exercises.mqar,
+            "mqar_bare": exercises.mqar_bare,
             "arithmetic": exercises.arithmetic,
             "code": exercises.code,
         }

@@ -32,7 +32,7 @@ def samples(tasks: Tasks, source: str, count: int = 40, length: int = 256) -> It
             yield sample
 
 
-TASKS = ["copy", "pairs", "lookup", "restate", "needles", "passkey", "ngram", "mqar", "arithmetic", "code"]
+TASKS = ["copy", "pairs", "lookup", "restate", "needles", "passkey", "ngram", "mqar", "mqar_bare", "arithmetic", "code"]
 
 
 @pytest.mark.parametrize("source", TASKS)
