@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from cedar.errors import CedarError, FormatError
 from cedar.model.transformer import Transformer
 from cedar.train import balance
 from cedar.train.data import Batch, Batches, stream
-from cedar.train.optim.groups import Optimizers
+from cedar.train.optim.groups import Optimizers, rule_of
 from cedar.train.passes import Passes, PassSums
 from cedar.train.schedule import rate_at, stage_at
 from cedar.train.speed import peak_flops, trained_token_flops
@@ -47,6 +47,7 @@ class StepResult:
         index_recall: Part of the teacher's best 8 entries that the indexers' top-k holds; None where not measured.
         load: Largest over mean expert load of the worst layer.
         grad_norm: Over all gradients.
+        grad_norms: Over those of each optimiser, and of the indexers apart: one that stands at 0 learns nothing.
         skipped: Why the update was left out, or an empty string.
     """
 
@@ -56,6 +57,7 @@ class StepResult:
     index_recall: float | None
     load: float
     grad_norm: float
+    grad_norms: dict[str, float]
     rate: float
     tokens: int
     dense: bool
@@ -129,6 +131,7 @@ class Trainer:
         self.report, self.watch = report, watch
         self.optimizers = Optimizers(model.named_parameters(), model.config, config.optim)
         self.parameters = dict(model.named_parameters())
+        self._parts = {name: "indexer" if ".indexer." in name else rule_of(name).optimizer for name in self.parameters}
         self.biases = [buffer for name, buffer in model.named_buffers() if name.endswith("ffn.gate.bias")]
         self.compute_dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
         self.peak_flops = peak_flops(model.device)
@@ -159,7 +162,7 @@ class Trainer:
         sums = self.passes.run(batch.to(self.model.device), measure_recall=measure_recall)
         factor = config.index_loss_weight * sums.num_groups * learnt
         self._scale_index_gradients(factor / sums.totals_3[2].clamp(min=1))
-        loss, index_loss, load, norm, skipped = self._check(sums, learnt)
+        loss, index_loss, load, norms, skipped = self._check(sums, learnt)
         if not skipped:
             self.optimizers.step(rate)
             balance.update(self.biases, sums.load_LE, balance.speed_at(self.step, config.balance))
@@ -173,7 +176,8 @@ class Trainer:
             index_loss=index_loss,
             index_recall=None if sums.recall is None else float(sums.recall),
             load=load,
-            grad_norm=norm,
+            grad_norm=_joined(norms.values()),
+            grad_norms=norms,
             rate=rate,
             tokens=batch.ids_BS.numel(),
             dense=batch.dense,
@@ -185,14 +189,17 @@ class Trainer:
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def _check(self, sums: PassSums, learnt: int) -> tuple[float, float, float, float, str]:
-        """(loss, index loss, load, gradient norm, why to skip): everything the host must know, in one transfer."""
+    def _check(self, sums: PassSums, learnt: int) -> tuple[float, float, float, dict[str, float], str]:
+        """(loss, index loss, load, gradient norms by part, why to skip): what the host must know, in one transfer."""
         named = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
         values = torch.cat([sums.totals_3, balance.spread(sums.load_LE).reshape(1), norms.float()]).tolist()
         loss_sum, index_sum, index_rows, load = values[:4]
         loss, index_loss = loss_sum / learnt, index_sum / max(1.0, index_rows)
-        norm = math.sqrt(sum(value * value for value in values[4:]))
+        by_part: dict[str, list[float]] = {}
+        for (name, _), value in zip(named, values[4:], strict=True):
+            by_part.setdefault(self._parts[name], []).append(value)
+        norm = _joined(values[4:])
         skipped = ""
         if not math.isfinite(loss):
             skipped = f"the loss is {loss}"
@@ -211,7 +218,7 @@ class Trainer:
             )
         if math.isfinite(norm):
             self.norms.append(norm)
-        return loss, index_loss, load, norm, skipped
+        return loss, index_loss, load, {part: _joined(found) for part, found in by_part.items()}, skipped
 
     # around the step
 
@@ -357,6 +364,11 @@ class Trainer:
         self.earlier = list(state.meta.get("earlier", ()))
         self.clock.before_s = state.meta["elapsed_s"]
         return True
+
+
+def _joined(norms: Iterable[float]) -> float:
+    """The norm of everything whose parts have these norms."""
+    return math.sqrt(sum(norm * norm for norm in norms))
 
 
 def _minutes(seconds: float) -> str:

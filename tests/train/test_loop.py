@@ -280,9 +280,13 @@ def test_indexers_learn_only_where_their_loss_is_on(make_trainer: Make) -> None:
             found.update({name: float(grad.norm()) for name, grad in grads.items()})
 
         trainer.optimizers.step = keep  # type: ignore[method-assign]
-        trainer.train_step(trainer.batches.batch(1, 0))
+        result = trainer.train_step(trainer.batches.batch(1, 0))
         assert len(found) > 8
         assert all((norm > 0) is learns for norm in found.values())
+        # the log tells it apart from the rest
+        assert set(result.grad_norms) == {"muon", "sinkhorn", "adamw", "indexer"}
+        assert (result.grad_norms["indexer"] > 0) is learns
+        assert result.grad_norm == pytest.approx(sum(x * x for x in result.grad_norms.values()) ** 0.5)
 
 
 # field report E15: not a number after a restore
