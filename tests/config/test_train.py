@@ -37,6 +37,9 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_every_recipe_reads_and_comes_back_from_json(file: Path) -> None:
     config = load_train_config(file)
     assert train_config_from_dict(train_config_to_dict(config)) == config
+    if file.stem == "mini":
+        # stage A alone; mini-serve goes on from its weights
+        return
     # the last stretch runs as the model serves (issue 2, item 7)
     assert config.stages[-1].roundings() == Rounding(weights=True)
     assert config.stages[-1].dense_share == 0
