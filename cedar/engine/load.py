@@ -299,7 +299,8 @@ def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig, c
 
     reason = unavailable(model, cache, exact=config.strict_cache)
     if reason:
-        log.info("decoding runs op by op: %s", reason)
+        # on a CPU nobody expects graphs
+        log.log(logging.INFO if model.device.type == "cuda" else logging.DEBUG, "decoding runs op by op: %s", reason)
         return None
     try:
         graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=context)
