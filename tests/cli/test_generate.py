@@ -102,7 +102,9 @@ def test_a_message_that_does_not_fit_is_said_and_dropped(llm: LLM, capsys: pytes
 def test_ctrl_c_stops_an_answer_and_the_next_one_leaves() -> None:
     # the bundled model goes on for seconds; the random one would end before the signal arrives
     command = [*COMMAND, "chat", "--max-tokens", "3000", "--seed", "1"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # a shell's background job ignores the signal, and so would what it starts
+    process = subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"Write a short story about a fox and a king.\n")
     process.stdin.flush()

@@ -117,7 +117,7 @@ def test_the_whole_evaluation_gives_numbers_and_a_page(
     assert read["switches"]["as it serves"]["costs"] == 0
     assert list(read["replay"]["decoder"]["by_offset"]) == ["0", "8", "15"]
     assert list(read["replay"]["encoder"]["by_offset"]) == ["0", "8"]
-    assert any("11/11" in line for line in lines)
+    assert any("12/12" in line for line in lines)
     html = page(results, title="a <model>")
     assert "a &lt;model&gt;" in html
     assert "http" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
