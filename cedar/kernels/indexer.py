@@ -14,6 +14,8 @@ from cedar.kernels.pages import Paged
 
 # entries per product in deterministic mode, so that an entry's score does not depend on how many there are
 _ENTRY_BLOCK = 128
+# rows whose attention gave the entries less than this have nothing to teach
+LEAST_MASS = 1e-4
 
 
 @row_op(2)
@@ -169,8 +171,8 @@ def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor)
 def index_divergence(score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]:
     """(KL from each row's scores to the attention it serves, in nats; which rows count), both [T].
 
-    The teacher is the mass over the support, normalised. A row whose attention gave its entries less than 1e-4 has
-    nothing to teach: it does not count and its divergence is 0. Only the scores get a gradient.
+    The teacher is the mass over the support, normalised. A row whose attention gave its entries less than LEAST_MASS
+    has nothing to teach: it does not count and its divergence is 0. Only the scores get a gradient.
 
     Args:
         score_TK: -inf outside the support.

@@ -14,9 +14,6 @@ from torch import Tensor
 from cedar.kernels import indexer as indexer_ops
 from cedar.model.state import IndexGroup, RouterStats
 
-# rows whose attention gave the entries less than this have nothing to teach
-_LEAST_MASS = 1e-4
-
 
 def _full(values: Tensor) -> Tensor:
     """At least float32; float64 stays, for tests by finite differences."""
@@ -63,7 +60,7 @@ def index_recall(groups: Sequence[IndexGroup], best: int, topk: int) -> Tensor:
     for group in groups:
         supported_TK = group.scores_TK > -torch.inf
         mass_TK = group.mass_TK.masked_fill(~supported_TK, -1)
-        counted_T = mass_TK.clamp(min=0).sum(-1) >= _LEAST_MASS
+        counted_T = mass_TK.clamp(min=0).sum(-1) >= indexer_ops.LEAST_MASS
         counted_T &= supported_TK.sum(-1) > topk
         width = mass_TK.shape[-1]
         want_TK = torch.zeros_like(supported_TK).scatter_(-1, mass_TK.topk(min(best, width), dim=-1).indices, True)

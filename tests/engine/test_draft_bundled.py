@@ -18,7 +18,6 @@ from cedar.engine.request import Drafting, Finished, Request, SamplingParams, To
 from cedar.planner.kv import page_bytes
 
 FILES = open_model()
-pytestmark = pytest.mark.skipif(not FILES.config.draft.num_blocks, reason="the bundled model has no draft blocks")
 
 
 @pytest.fixture(scope="module")

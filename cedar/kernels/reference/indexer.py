@@ -8,11 +8,9 @@ from torch import Tensor
 from cedar.formats.spec import FP4_INDEX
 from cedar.kernels import indexer as ops
 from cedar.kernels.dense import rotate
+from cedar.kernels.indexer import LEAST_MASS
 from cedar.kernels.pages import Paged, load_rows
 from cedar.kernels.quantize import round_rows
-
-# rows whose attention gave the entries less than this have nothing to teach
-_LEAST_MASS = 1e-4
 
 
 def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
@@ -96,8 +94,8 @@ def index_divergence(score_TK: Tensor, mass_TK: Tensor) -> tuple[Tensor, Tensor]
     supported_TK = score_TK > -torch.inf
     mass_TK = mass_TK.detach().masked_fill(~supported_TK, 0)
     total_T1 = mass_TK.sum(-1, keepdim=True)
-    counted_T = total_T1.squeeze(-1) >= _LEAST_MASS
-    teacher_TK = mass_TK / total_T1.clamp(min=_LEAST_MASS)
+    counted_T = total_T1.squeeze(-1) >= LEAST_MASS
+    teacher_TK = mass_TK / total_T1.clamp(min=LEAST_MASS)
     # rows without support would give -inf - -inf; their scores are never read
     readable_TK = score_TK.masked_fill(~counted_T.unsqueeze(-1), 0)
     student_TK = readable_TK.log_softmax(-1).masked_fill(~supported_TK, 0)

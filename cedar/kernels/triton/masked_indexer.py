@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.indexer import LEAST_MASS
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 
 __all__ = ["fits", "index_divergence", "masked_index_scores", "topk_mask", "unavailable"]
@@ -22,8 +23,6 @@ _ROWS, _KEYS = 64, 64
 
 # scores of a row that one program holds
 _MOST_SCORES = 8192
-# rows whose attention gave the entries less than this have nothing to teach
-_LEAST_MASS = 1e-4
 
 
 def fits(op: str, x: Tensor, *others: Tensor) -> bool:
@@ -256,10 +255,10 @@ class _IndexDivergence(torch.autograd.Function):
         width = next_power_of_2(num_scores)
         rows = max(1, 4096 // width)
         _divergence[(triton.cdiv(num_rows, rows),)](
-            score_TK, mass_TK, divergence_T, lse_T, total_T, num_rows, num_scores, LEAST=_LEAST_MASS, P=rows, K=width
+            score_TK, mass_TK, divergence_T, lse_T, total_T, num_rows, num_scores, LEAST=LEAST_MASS, P=rows, K=width
         )
         ctx.save_for_backward(score_TK, mass_TK, lse_T, total_T)
-        counted_T = total_T >= _LEAST_MASS
+        counted_T = total_T >= LEAST_MASS
         ctx.mark_non_differentiable(counted_T)
         return divergence_T, counted_T
 
@@ -272,7 +271,7 @@ class _IndexDivergence(torch.autograd.Function):
         rows = max(1, 4096 // width)
         _divergence_backward[(triton.cdiv(num_rows, rows),)](
             score_TK, mass_TK, lse_T, total_T, grads[0].contiguous(), grad_score, num_rows, num_scores,
-            LEAST=_LEAST_MASS, P=rows, K=width,
+            LEAST=LEAST_MASS, P=rows, K=width,
         )  # fmt: skip
         return grad_score, None
 
