@@ -227,21 +227,32 @@ def test_x3_a_snapshot_resumes_the_uninterrupted(tmp_path: Path, full: bool) -> 
 
 @SAMPLED
 def test_x4_an_exact_rebuild_equals_cold(model: Transformer, full: bool) -> None:
-    prompt, window = 3001 if full else 420, window_of(model)
-    hits = range(130, prompt, 2) if full else (130, 256, 258, 420 - window, 420)
-    ids = random_ids(model.config, prompt + 2, prompt)
-    cold = model.new_state()
-    want = run(model, cold, ids, prompt)
-    for cached in hits:
-        state = with_entries(model, cold, cached)
-        start, _ = exact_span(model.config, "bounded", cached, prompt)
-        if start <= 0:
-            with pytest.raises(CapacityError, match="start cold"):
-                state.resume_exact(ids, cached, prompt)
-            continue
-        assert state.resume_exact(ids, cached, prompt) == start
-        assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
-        assert same(visible(state), visible(cold)), cached
+    """Hits at 130 to 3000, thirty-two to a prompt that ends with the last of them or up to 3 W + 5 rows later."""
+    window, draw = window_of(model), random.Random(4)
+    if full:
+        blocks = [range(first, min(first + 64, 3001), 2) for first in range(130, 3001, 64)]
+        prompts = [(block[-1] + draw.randrange(3 * window + 6), block) for block in blocks]
+    else:
+        # long enough that a rebuild starts within it, whatever the window
+        end = 420 if window < 128 else 800
+        prompts = [(end, (130, 256, 258, end - window, end))]
+    rebuilt = 0
+    for prompt, hits in prompts:
+        ids = random_ids(model.config, prompt + 2, prompt)
+        cold = model.new_state()
+        want = run(model, cold, ids, prompt)
+        for cached in hits:
+            state = with_entries(model, cold, cached)
+            start, _ = exact_span(model.config, "bounded", cached, prompt)
+            if start <= 0:
+                with pytest.raises(CapacityError, match="start cold"):
+                    state.resume_exact(ids, cached, prompt)
+                continue
+            assert state.resume_exact(ids, cached, prompt) == start
+            assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
+            assert same(visible(state), visible(cold)), cached
+            rebuilt += 1
+    assert rebuilt > (1000 if full else 1)
 
 
 @SAMPLED

@@ -175,12 +175,6 @@ def test_exact_rebuild_equals_cold(small: Transformer, replay: DecoderReplay) ->
     )
 
 
-@pytest.mark.slow
-def test_exact_rebuild_equals_cold_at_every_hit(small: Transformer) -> None:
-    """X4 in full."""
-    exact_hits(small, "bounded", 3001, list(range(130, 3001, 2)))
-
-
 @settings(max_examples=12, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**16), replay=st.sampled_from(REPLAYS), half=st.integers(1, 300))
 def test_exact_rebuild_of_any_schedule(config: ModelConfig, seed: int, replay: DecoderReplay, half: int) -> None:
