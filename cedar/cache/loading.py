@@ -120,6 +120,6 @@ class Loading:
         """Whatever was wrong with it: it is not found again, or its sequence would start again for ever."""
         if isinstance(found.stored, Listed):
             assert self._store is not None
-            self._store.reject(found.key, error)
+            self._store.reject(found.key, error, found.stored)
         elif self._host is not None:
             self._host.forget(found.key)

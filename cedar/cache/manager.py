@@ -347,7 +347,7 @@ class CacheManager:
             if self._host is not None:
                 self._host.forget(key)
             if self._store is not None:
-                self._store.reject(key, FormatError("a sequence over this page failed"), "quarantine")
+                self._store.reject(key, FormatError("a sequence over this page failed"), cause="quarantine")
 
     def fork(self, lease: Lease) -> Lease:
         """The same pages for another sequence; whoever writes first copies.

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -298,7 +299,7 @@ class PageStore:
                 raise FormatError("the record is another page's")
             check_tokens(key, record.parent, listed.tokens)
         except (FormatError, OSError) as error:
-            self.reject(key, error)
+            self.reject(key, error, listed)
             return None
         self.stats.read += 1
         return record._replace(tokens=listed.tokens, pinned=listed.pinned)
@@ -330,9 +331,18 @@ class PageStore:
             self.stats.read += 1
         return section
 
-    def reject(self, key: bytes, error: Exception, cause: str = "") -> None:
-        """A page turned out broken: count the cause and forget it."""
-        self._tombstone(key, cause or ("io" if isinstance(error, OSError) else "checksum"), error)
+    def reject(self, key: bytes, error: Exception, listed: Listed | None = None, cause: str = "") -> None:
+        """A page turned out broken: count the cause and forget it.
+
+        Args:
+            listed: What was found; the page may lie elsewhere by now, and stays if it does.
+        """
+        self._failed(cause or ("io" if isinstance(error, OSError) else "checksum"), error)
+        query = "DELETE FROM pages WHERE key = ?"
+        if listed is None:
+            self._change(query, key[:_KEY_BYTES])
+        else:
+            self._change(f"{query} AND writer = ? AND segment = ? AND slot = ?", key[:_KEY_BYTES], *listed.place)
 
     def has(self, key: bytes) -> bool:
         """Whether the index names the page; only `get` knows whether it is whole."""
@@ -373,17 +383,14 @@ class PageStore:
                     f"pinned pages would hold {len(segments)} segments, {size} bytes, and at most half of the disk "
                     f"tier's {self.budget_bytes} may be pinned: unpin others or raise the budget"
                 )
-        with self._lock:
-            try:
-                self._index.executemany(
+        try:
+            with self._writing():
+                return self._index.executemany(
                     "UPDATE pages SET pinned = ? WHERE key = ?", [(int(pinned), key[:_KEY_BYTES]) for key in there]
-                )
-                self._index.commit()
-            except sqlite3.Error as error:
-                self._index.rollback()
-                self._failed("index", error)
-                return 0
-        return len(there)
+                ).rowcount
+        except sqlite3.Error as error:
+            self._failed("index", error)
+            return 0
 
     def pin_prompt(self, root: bytes, tokens: Sequence[int], pinned: bool = True) -> int:
         """`pin` the pages that a prompt begins with; how many of its tokens they hold.
@@ -550,7 +557,7 @@ class PageStore:
                 check_tokens(record.key, record.parent, listed.tokens)
                 whole += 1
             except (FormatError, OSError) as error:
-                self.reject(listed.key, error)
+                self.reject(listed.key, error, listed)
                 broken += 1
         return whole, broken
 
@@ -576,7 +583,7 @@ class PageStore:
             self._index.commit()
             self._index.execute("VACUUM")
             self._slot = self._slots
-            named = set(self._all("SELECT writer, segment FROM segments"))
+            named = self._named()
             for file in list(self._segment_files()):
                 if (file.parent.name, int(file.stem)) not in named:
                     file.unlink(missing_ok=True)
@@ -651,13 +658,21 @@ class PageStore:
                 return
 
     def _write(self, records: list[Record]) -> None:
-        rows = []
         there = self.locate([record.key for record in records])
         records = [record for record in records if record.key not in there]
         allowed = self._allowed(len(records), self.record_bytes)
         if allowed < len(records):
             self._failed("day budget", CapacityError(f"{len(records) - allowed} pages are over the day's writes"))
-        for record in records[:allowed]:
+        dropped = self._append(records[:allowed])
+        if dropped:
+            dropped = self._append(dropped)
+        for _ in dropped:
+            self.stats.fail("dropped")
+
+    def _append(self, records: list[Record]) -> list[Record]:
+        """Write pages and name them in the index; those whose segment another process dropped meanwhile come back."""
+        rows = []
+        for record in records:
             if self._slot >= self._slots or os.fstat(self._file).st_nlink == 0:
                 # full, or another process has dropped it
                 self._next_segment()
@@ -668,17 +683,30 @@ class PageStore:
             rows.append((record.key[:_KEY_BYTES], record.parent[:_KEY_BYTES], *place, *about))
             self._slot += 1
         if not rows:
-            return
+            return []
         os.fdatasync(self._file)
+        with self._writing():
+            # whoever drops a segment takes its rows in the same transaction: no row may come after it
+            named = {segment for writer, segment in self._named() if writer == self.writer}
+            kept = [row for row in rows if row[3] in named]
+            self._index.executemany("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", kept)
+        if self._segment not in named:
+            self._slot = self._slots
+        self.stats.written += len(kept)
+        self.stats.bytes_written += len(rows) * self.record_bytes
+        return [record for record, row in zip(records, rows, strict=True) if row[3] not in named]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A transaction that no other process writes beside; undone if it fails."""
         with self._lock:
+            self._index.execute("BEGIN IMMEDIATE")
             try:
-                self._index.executemany("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+                yield
                 self._index.commit()
-            except sqlite3.Error:
+            except BaseException:
                 self._index.rollback()
                 raise
-        self.stats.written += len(rows)
-        self.stats.bytes_written += len(rows) * self.record_bytes
 
     def _note_use(self, keys: Sequence[bytes]) -> None:
         segments = {listed.place[:2] for listed in self.locate(keys).values()}
@@ -697,20 +725,14 @@ class PageStore:
         """How many of so many things of a size the day's budget still takes; they are counted as written."""
         if self.day_bytes is None or count == 0:
             return count
-        with self._lock:
-            # other processes count in the same row
-            self._index.execute("BEGIN IMMEDIATE")
-            try:
-                self._index.execute("INSERT OR IGNORE INTO written VALUES (1, ?, 0)", (time.time(),))
-                since, num_bytes = self._index.execute("SELECT since, bytes FROM written").fetchone()
-                since, num_bytes = self._turn_day(since, num_bytes)
-                allowed = min(max(self.day_bytes - num_bytes, 0) // size, count)
-                num_bytes += allowed * size
-                self._index.execute("UPDATE written SET since = ?, bytes = ?", (since, num_bytes))
-                self._index.commit()
-            except BaseException:
-                self._index.rollback()
-                raise
+        # other processes count in the same row
+        with self._writing():
+            self._index.execute("INSERT OR IGNORE INTO written VALUES (1, ?, 0)", (time.time(),))
+            since, num_bytes = self._index.execute("SELECT since, bytes FROM written").fetchone()
+            since, num_bytes = self._turn_day(since, num_bytes)
+            allowed = min(max(self.day_bytes - num_bytes, 0) // size, count)
+            num_bytes += allowed * size
+            self._index.execute("UPDATE written SET since = ?, bytes = ?", (since, num_bytes))
         return allowed
 
     def _turn_day(self, since: float, num_bytes: int) -> tuple[float, int]:
@@ -773,23 +795,44 @@ class PageStore:
     def _make_room(self) -> None:
         """Drop whole segments, least recently used first, until one more fits the budget."""
         new = self._slots * self.record_bytes
+        self._unlink_unnamed()
         while self._segment_bytes() + new > self.budget_bytes:
-            oldest = self._one(
-                "SELECT writer, segment FROM segments WHERE NOT EXISTS (SELECT 1 FROM pages WHERE pinned"
-                " AND pages.writer = segments.writer AND pages.segment = segments.segment)"
-                " ORDER BY used, segment LIMIT 1"
-            )
-            if oldest is None:
-                return
-            with self._lock:
+            # in one transaction: nobody pins or fills what is being dropped
+            with self._writing():
+                oldest = self._index.execute(
+                    "SELECT writer, segment FROM segments WHERE NOT EXISTS (SELECT 1 FROM pages WHERE pinned"
+                    " AND pages.writer = segments.writer AND pages.segment = segments.segment)"
+                    " ORDER BY used, segment LIMIT 1"
+                ).fetchone()
+                if oldest is None:
+                    return
                 self._index.execute("DELETE FROM pages WHERE writer = ? AND segment = ?", oldest)
                 self._index.execute("DELETE FROM segments WHERE writer = ? AND segment = ?", oldest)
-                self._index.commit()
             self._segment_file(*oldest).unlink(missing_ok=True)
+
+    def _unlink_unnamed(self) -> None:
+        """Remove this process's segments that another one dropped from the index, and died before it removed them."""
+        named = {segment for writer, segment in self._named() if writer == self.writer}
+        for file in (self.directory / self.writer).glob("*.seg"):
+            if int(file.stem) not in named:
+                file.unlink(missing_ok=True)
+
+    def _named(self) -> set[tuple[str, int]]:
+        """(writer, segment) of all segments.
+
+        Raises:
+            sqlite3.Error: The index does not answer: that must not read as an index that names none.
+        """
+        with self._lock:
+            return set(self._index.execute("SELECT writer, segment FROM segments"))
 
     def _sweep(self) -> None:
         """Remove segments that no index row names and whose writer is gone."""
-        named = set(self._all("SELECT writer, segment FROM segments"))
+        try:
+            named = self._named()
+        except sqlite3.Error as error:
+            self._failed("index", error)
+            return
         for writer in self.directory.glob("w-*"):
             # a writer that starts right now has not locked its directory yet
             if writer.name == self.writer or abs(time.time() - writer.stat().st_mtime) < _STARTING_S:
@@ -860,10 +903,6 @@ class PageStore:
             except sqlite3.Error as error:
                 self._index.rollback()
                 self._failed("index", error)
-
-    def _tombstone(self, key: bytes, cause: str, error: Exception) -> None:
-        self._failed(cause, error)
-        self._change("DELETE FROM pages WHERE key = ?", key[:_KEY_BYTES])
 
     def _failed(self, cause: str, error: Exception) -> None:
         self.stats.fail(cause)

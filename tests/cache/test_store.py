@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -465,6 +466,61 @@ def test_two_live_processes_and_one_is_killed(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in segments(tmp_path)) <= 400 * 6144 + 3 * 50 * 6144
     assert reader.verify()[1] == 0 and set(reader.stats.failed) <= {"io", "checksum"}
     reader.close()
+
+
+def test_a_segment_dropped_before_its_pages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process makes room between a page's write and its row: the page is written again, no row lies."""
+    mine, other = writer.open_store(tmp_path), writer.open_store(tmp_path)
+    sync, left = os.fdatasync, [1]
+
+    def drop_meanwhile(file: int) -> None:
+        sync(file)
+        if left and threading.current_thread() is mine._thread:
+            left.pop()
+            other.purge()
+
+    monkeypatch.setattr(os, "fdatasync", drop_meanwhile)
+    records = writer.chain(1, 3)
+    put_all(mine, records)
+    assert not left
+    assert [other.get(record.key) for record in records] == records
+    # dropped both times: the pages are not kept, and that is said
+    left.extend([1, 1, 1])
+    put_all(mine, writer.chain(2, 1))
+    assert mine.stats.failed == {"dropped": 1} and not other.has(writer.chain(2, 1)[0].key)
+    assert other.verify()[1] == 0
+    mine.close()
+    other.close()
+
+
+def test_a_page_that_moved_is_not_forgotten(tmp_path: Path) -> None:
+    """Who found it at its old place reads nothing there, and leaves the new place in the index."""
+    store = writer.open_store(tmp_path)
+    (record,) = writer.chain(1, 1)
+    put_all(store, [record])
+    old = store.locate([record.key])[record.key]
+    store.purge()
+    put_all(store, [record])
+    assert store.read(record.key, old) is None
+    assert store.get(record.key) == record
+    store.close()
+
+
+def test_an_index_that_does_not_answer_loses_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start whose question fails must not take every segment for a forgotten one."""
+    store = writer.open_store(tmp_path)
+    put_all(store, writer.chain(1, 2))
+    store.close()
+    monkeypatch.setattr("cedar.cache.store._STARTING_S", -1.0)
+
+    def fails(store: PageStore) -> set[tuple[str, int]]:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageStore, "_named", fails)
+        again = writer.open_store(tmp_path)
+    assert again.stats.failed == {"index": 1} and again.verify() == (2, 0)
+    again.close()
 
 
 def test_a_locked_index_holds_up_no_reader(tmp_path: Path) -> None:
