@@ -37,6 +37,8 @@ def pool_pairs(
 ) -> Tensor:
     """`pool_groups` of each row and the row before it, which a ring by position remembers: [T, C] in `dtype`.
 
+    Rows of one slot lie side by side in the order of their positions, fewer than R of them.
+
     Args:
         fresh_TX: float32, content and gate side by side; they join the rings.
         content_SRC: float32 rings by slot; position p lies in row `p % R`.

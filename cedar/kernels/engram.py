@@ -76,6 +76,7 @@ def look_back(
     ids_T: Tensor,
     history_SH: Tensor,
     slot_T: Tensor,
+    position_T: Tensor,
     compressed_V: Tensor,
     *,
     num_lookbacks: int,
@@ -84,14 +85,16 @@ def look_back(
 ) -> Tensor:
     """The compressed ids of each row's token and of those before it, newest first [T, L]; the token joins its history.
 
-    An image token, a token that does not exist (-1) and everything older than one of these count as the pad.
+    An image token, a token that does not exist (-1) and everything older than one of these count as the pad. Rows of
+    one slot lie side by side in the order of their positions, at most H - L + 1 of them.
 
     Args:
-        history_SH: Raw ids by slot, newest last, int64; written. Rows that share a slot may leave either's token.
+        history_SH: Raw ids by slot, int64; written. Position p lies in column `p % H`.
         compressed_V: Raw id -> compressed id.
 
     Source: engram-dspark-vision-chat.md 1.2.
     """
     check.shape("look_back", "slot", slot_T, ids_T.shape[0])
+    check.shape("look_back", "position", position_T, ids_T.shape[0])
     run = select("look_back", ids_T)
-    return run(ids_T, history_SH, slot_T, compressed_V, num_lookbacks, image_token_id, pad_token_id)
+    return run(ids_T, history_SH, slot_T, position_T, compressed_V, num_lookbacks, image_token_id, pad_token_id)

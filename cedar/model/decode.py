@@ -1,4 +1,7 @@
-"""One token of several sequences with every shape fixed and every position on the device: what a graph can hold.
+"""The next tokens of several sequences with every shape fixed and every position on the device: what a graph can hold.
+
+A sequence has one row a step, or as many as it verifies drafts and one more; its rows lie side by side, oldest first.
+What a rejected row has written lies behind the sequence's end, where the next rows write again.
 
 `DecodeSlots` keeps what decoding changes (windows, waiting halves, look-backs, page tables) in fixed places;
 `DecodeStep` is one step over it, and `SlotDecoder` the layers. Entries and index keys stay in the cache's pages.
@@ -25,6 +28,7 @@ from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Router, Weights, advance_routed, feed
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
+from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
 from cedar.model.engram import Engram
@@ -33,9 +37,10 @@ from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
 from cedar.model.sequence import SequenceState
 from cedar.model.state import SharedKV
+from cedar.model.transformer import Transformer, tap_of
 
 if TYPE_CHECKING:
-    from cedar.model.transformer import Transformer
+    from cedar.model.draft import Draft
 
 # (what, KV source) -> the pool's bytes of it
 StoredRows = Mapping[tuple[str, int], Stored]
@@ -56,6 +61,9 @@ class DecodeSlots:
         rows: Views of the page pool's bytes.
         idle_page: A page of the pool that belongs to nobody.
         max_pages: Pages of the longest sequence.
+
+    Attributes:
+        windows: Rings of window keys by layer, then those of the draft's blocks.
     """
 
     def __init__(
@@ -85,7 +93,7 @@ class DecodeSlots:
                 zeros(places, self.num_ring, channels // FP8.group, dtype=torch.uint8),
                 FP8,
             )
-            for _ in range(config.num_layers)
+            for _ in range(config.num_layers + config.draft.num_blocks)
         ]
         pairing = [plan.layer for plan in layer_plans(config) if plan.writes_entries and plan.ratio == 2]
         # (content, gate) by position modulo the ring
@@ -94,49 +102,61 @@ class DecodeSlots:
             layer: (zeros(*ring, dtype=torch.float32), zeros(*ring, dtype=torch.float32)) for layer in pairing
         }
         self.history_SL = zeros(places, self.num_history)
-        self.page_SP = torch.full((places, max_pages), idle_page, dtype=torch.int64, device=device)
+        # one more than the longest sequence has: a draft looks beyond its end
+        self.page_SP = torch.full((places, max_pages + 1), idle_page, dtype=torch.int64, device=device)
         self.floor_LS = zeros(config.num_layers, places)
-        # what each slot's page table holds, and how many rows of tails are true
+        # what each slot's page table holds, and from which position its tails are true
         self._pages: list[list[int]] = [[] for _ in range(places)]
-        self._tail_rows = [0] * places
+        self._first_tail = [0] * places
 
     def enter(self, state: SequenceState, slot: int) -> None:
-        """Copy a sequence's windows, halves and look-backs into a slot; a draft's context stays where it is."""
-        for window, store in zip(self.windows, state.windows, strict=False):
-            row_R = torch.arange(self.num_ring, device=state.device)
+        """Copy a sequence's windows, halves, look-backs and what its draft reads into a slot."""
+        layers = self.config.num_layers
+        row_R = torch.arange(self.num_ring, device=state.device)
+        for window, store in zip(self.windows[:layers], state.windows[:layers], strict=True):
             for plane, stored in zip(window[:2], store.read(row_R), strict=True):
                 plane[slot] = stored
-        floors = [state.window_floor(layer) for layer in range(len(self.windows))]
+        for window, rows_RC in zip(self.windows[layers:], self._context_rows(state, row_R), strict=True):
+            # rounded to FP8 when they were made: no value changes
+            for plane, stored in zip(window[:2], quantize_rows(rows_RC.float(), FP8), strict=True):
+                plane[slot] = stored
+        floors = [state.window_floor(layer) for layer in range(layers)]
         self.floor_LS[:, slot] = torch.tensor(floors).to(self.floor_LS.device)
-        self._tail_rows[slot] = 0
+        self._first_tail[slot] = state.num_tokens
         for layer, ring in self.tails.items():
             if layer not in state.tails:
                 continue
-            num_rows = state.tails[layer][0].shape[0]
-            place_R = self._tail_places(state, num_rows)
+            self._first_tail[slot] = state.num_tokens - state.tails[layer][0].shape[0]
+            place_R = self._tail_places(state, slot)
             for plane, rows in zip(ring, state.tails[layer], strict=True):
                 plane[slot, place_R] = rows
-            self._tail_rows[slot] = num_rows
-        self.history_SL[slot] = state._history[-self.num_history :]
+        self.history_SL[slot, self._history_places(state)] = state._history
 
     def leave(self, state: SequenceState, slot: int) -> None:
         """The opposite of `enter`, after any number of steps."""
+        layers = self.config.num_layers
         row_R = torch.arange(self.num_ring, device=state.device)
-        for window, store in zip(self.windows, state.windows, strict=False):
+        for window, store in zip(self.windows[:layers], state.windows[:layers], strict=True):
             store.overwrite(row_R, [plane[slot] for plane in window[:2]])
+        if self.config.draft.num_blocks:
+            store = state.windows[layers]
+            rows = [dequantize_rows(codes[slot], scales[slot], FP8, store.dtype) for codes, scales, _ in self.windows[layers:]]
+            store.put(row_R, torch.cat(rows, dim=-1))
         for layer, (content_SRC, gate_SRC) in self.tails.items():
-            place_R = self._tail_places(state, self._tail_rows[slot])
+            place_R = self._tail_places(state, slot)
             state.tails[layer] = content_SRC[slot, place_R], gate_SRC[slot, place_R]
-        state._history = self.history_SL[slot].clone()
+        # the oldest are those that rejected rows have overwritten
+        position_L = torch.arange(state.num_tokens - self.num_history, state.num_tokens, device=state.device)
+        overwritten_L = position_L < max(state._farthest - self.num_history, 0)
+        state._history = self.history_SL[slot, self._history_places(state)].masked_fill(overwritten_L, -1)
 
-    def stepped(self, state: SequenceState, slot: int) -> None:
-        """Tell the host's side of a sequence that its slot went one token on."""
-        state.num_tokens += 1
+    def stepped(self, state: SequenceState, num_rows: int = 1) -> None:
+        """Tell the host's side of a sequence that its slot went so many tokens on; `roll_back` takes some back."""
+        state.num_tokens += num_rows
         state._farthest = max(state._farthest, state.num_tokens)
         for source, store in state.entries.items():
             count = state.num_tokens // self.config.attention.compress_ratios[source]
             store.count = state.keys[source].count = count
-        self._tail_rows[slot] = min(self._tail_rows[slot] + 1, self.num_tail_rows)
 
     def set_pages(self, slot: int, pages: Sequence[int], *, entered: bool) -> None:
         """Make a slot's page table equal to `pages`; only what changed is copied.
@@ -156,13 +176,21 @@ class DecodeSlots:
         self.page_SP[slot, same : len(pages)] = fresh_P.to(self.page_SP.device)
         self._pages[slot] = list(pages)
 
-    def _tail_places(self, state: SequenceState, num_rows: int) -> Tensor:
+    def _context_rows(self, state: SequenceState, row_R: Tensor) -> Sequence[Tensor]:
+        num_blocks = self.config.draft.num_blocks
+        return state.windows[-1].take(row_R).chunk(num_blocks, dim=-1) if num_blocks else ()
+
+    def _tail_places(self, state: SequenceState, slot: int) -> Tensor:
+        first = max(self._first_tail[slot], state._farthest - self.num_tail_rows)
+        return torch.arange(first, max(state.num_tokens, first), device=state.device) % self.num_tail_rows
+
+    def _history_places(self, state: SequenceState) -> Tensor:
         stop = state.num_tokens
-        return torch.arange(stop - num_rows, stop, device=state.device) % self.num_tail_rows
+        return torch.arange(stop - self.num_history, stop, device=state.device) % self.num_history
 
 
 class DecodeStep:
-    """One token a row: where the rows stand and what they read and write, without asking the device anything.
+    """Rows of one token each: where they stand and what they read and write, without asking the device anything.
 
     Args:
         slot_T: Each row's slot, int64; idle rows name the one behind the last.
@@ -201,6 +229,7 @@ class DecodeStep:
             ids_T,
             self.slots.history_SL,
             self._slot_T,
+            self._position_T,
             compressed_V,
             num_lookbacks=config.engram.max_ngram_size,
             image_token_id=config.image_token_id,
@@ -265,6 +294,34 @@ class DecodeStep:
             self.slots.config.attention.sliding_window,
         )
 
+    def write_context(self, draft: Draft, taps_TX: Tensor) -> None:
+        """Keep what the draft's blocks read of these rows, as `Draft.context_rows` makes it."""
+        at = self._at
+        for block, kv_TC in zip(draft.mtp, draft.context_keys(taps_TX, draft.target.rounding), strict=True):
+            norm, window = block.attn.kv_norm, self.slots.windows[block.plan.layer]
+            rotation = at.window_cos_TR, at.window_sin_TR
+            store_normed(kv_TC, norm.weight, norm.eps, *rotation, window, self._slot_T, at.ring_T, at.busy_T)
+
+    def attend_block(self, layer: int, query_THC: Tensor, last_T: Tensor, block_size: int, sink_H: Tensor) -> Tensor:
+        """Every row of a draft block sees the window before its anchor and the whole block.
+
+        Args:
+            last_T: Position of the last row of each row's block, whose keys are in the ring already.
+        """
+        return attention_ops.paged_attention(
+            query_THC,
+            *self._rotations[0],
+            self.slots.windows[layer],
+            self._slot_T,
+            last_T,
+            # a context row is written by the rows that run the last layer
+            self._at.floor_LT[self.slots.config.num_layers - 1],
+            None,
+            None,
+            sink_H,
+            self.slots.config.attention.sliding_window + block_size,
+        )
+
     def _paged(self, what: Literal["entries", "keys"], source: int) -> Paged:
         return Paged(self.slots.rows[what, source], self.slots.page_SP, self._slot_T)
 
@@ -273,23 +330,24 @@ class DecodeStep:
 
 
 class SlotDecoder:
-    """The model's layers for one token a row, in as few kernels as there are steps that depend on each other.
+    """The model's layers for rows of one token each, in as few kernels as there are steps that depend on each other.
 
     Linears that read the same rows become one; their weights become views of it, so nothing is held twice.
 
     Args:
         model: Its weights must not be rounded on the fly (`Rounding.weights`), as no served model's are.
+        draft: Keep what it reads of each row.
     """
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, draft: Draft | None = None) -> None:
         assert not model.rounding.weights, "a checkpoint's weights are rounded already"
-        self.model = model
+        self.model, self._draft = model, draft
         self._spec = FP8 if model.rounding.activations else None
         with torch.inference_mode(False), torch.no_grad():
-            self._layers = [_Layer(block) for block in model.layers]
+            self._layers = [DecodeLayer(block) for block in model.layers]
 
     def __call__(self, step: DecodeStep, ids_T: Tensor) -> Tensor:
-        """One token of every row: logits float32 [T, V]. A graph may hold the whole call."""
+        """The rows' tokens: logits float32 [T, V]. A graph may hold the whole call."""
         model = self.model
         streams_TND, premix_TN = model._embed(ids_T, None, model.dtype)
         image_T = ids_T == model.config.image_token_id
@@ -298,35 +356,25 @@ class SlotDecoder:
             compressed_TL = step.look_back(ids_T, model.token_map.compressed_V)
         y_TD = post_TN = mixing_TNN = None
         shared = SharedKV()
+        taps: list[Tensor] = []
         for layer in self._layers:
             block = layer.block
+            tapped = self._draft is not None and block.plan.layer in model.config.draft.target_layer_ids
             if compressed_TL is not None and block.plan.engram:
                 if y_TD is not None and post_TN is not None and mixing_TNN is not None:
                     streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
+                if tapped:
+                    taps.append(tap_of(streams_TND))
                 streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
             entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            if tapped and not block.plan.engram:
+                taps.append(tap_of(entered.streams_TND))
             y_TD, shared = self._attend(layer, step, entered, shared)
-            entered, ids_TK, weights_TK = advance_routed(
-                y_TD,
-                entered.streams_TND,
-                entered.post_TN,
-                entered.mixing_TNN,
-                entered.premix_TN,
-                layer.experts,
-                self._spec,
-                layer.router,
-                image_T,
-            )
-            y_TD = feed(
-                entered.rounded_TD,
-                ids_TK,
-                weights_TK,
-                layer.feed,
-                limit=block.ffn.experts.limit,
-                round_inner=self._spec is not None,
-            )
+            y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
+        if self._draft is not None:
+            step.write_context(self._draft, torch.cat(taps, dim=-1))
         assert y_TD is not None and post_TN is not None and mixing_TNN is not None
         return model._head(expand(y_TD, streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
 
@@ -336,24 +384,24 @@ class SlotDecoder:
             return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
         addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
         memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype, self._spec)
-        kv_TX = _linear(memory_TX, engram.wkv.weight)
+        kv_TX = project(memory_TX, engram.wkv.weight)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
-    def _attend(self, layer: _Layer, step: DecodeStep, entered: Entered, shared: SharedKV) -> tuple[Tensor, SharedKV]:
+    def _attend(self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV) -> tuple[Tensor, SharedKV]:
         attention, plan = layer.block.attn, layer.block.plan
-        latent_TX = _linear(entered.rounded_TD, layer.latent)
+        latent_TX = project(entered.rounded_TD, layer.latent)
         latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
         if plan.writes_entries:
             self._write_entries(layer, step, entered.normed_TD)
-        query_TX = _linear(latent_TQ, layer.query)
+        query_TX = project(latent_TQ, layer.query)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
             assert plan.kv_source is not None
             indexer = attention.indexer
             index_THI = query_TX[:, num_queries:].unflatten(-1, (indexer.num_heads, indexer.head_dim))
-            weight_TH = _linear(entered.normed_TD, indexer.weights_proj.weight)
+            weight_TH = project(entered.normed_TD, indexer.weights_proj.weight)
             full = plan.kind is LayerKind.FULL
             shared = step.select(
                 plan.kv_source,
@@ -364,24 +412,21 @@ class SlotDecoder:
             )
         query_THC = query_TX[:, :num_queries].unflatten(-1, (attention.num_heads, attention.head_dim))
         output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
-        output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
-        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
-        mixed_TR = grouped_linear(output_TGX, weight_GRX, self._spec).flatten(1)
-        return _linear(mixed_TR, attention.wo_b.weight), shared
+        return layer.join_heads(output_THC, self._spec), shared
 
-    def _write_entries(self, layer: _Layer, step: DecodeStep, normed_TD: Tensor) -> None:
+    def _write_entries(self, layer: DecodeLayer, step: DecodeStep, normed_TD: Tensor) -> None:
         attention, source = layer.block.attn, layer.block.plan.layer
         assert layer.entry is not None
         compressor, indexer = attention.compressor, attention.indexer
         if compressor.ratio == 1:
-            latent_TC = _linear(normed_TD, layer.entry)
+            latent_TC = project(normed_TD, layer.entry)
         else:
-            latent_TC = step.pool_pairs(source, _linear(normed_TD.float(), layer.entry), normed_TD.dtype)
+            latent_TC = step.pool_pairs(source, project(normed_TD.float(), layer.entry), normed_TD.dtype)
         latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
-        step.write_entries(source, "keys", _linear(latent_TC, indexer.wk.weight), indexer.k_norm)
+        step.write_entries(source, "keys", project(latent_TC, indexer.wk.weight), indexer.k_norm)
 
 
-class _Layer:
+class DecodeLayer:
     """A block's weights as decoding uses them."""
 
     def __init__(self, block: Block) -> None:
@@ -400,6 +445,24 @@ class _Layer:
         self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
+
+    def join_heads(self, output_THC: Tensor, spec: FormatSpec | None) -> Tensor:
+        """The grouped output projection."""
+        attention = self.block.attn
+        output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
+        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
+        mixed_TR = grouped_linear(output_TGX, weight_GRX, spec).flatten(1)
+        return project(mixed_TR, attention.wo_b.weight)
+
+    def run_experts(
+        self, y_TD: Tensor, entered: Entered, image_T: Tensor, spec: FormatSpec | None
+    ) -> tuple[Tensor, Entered]:
+        """From attention's output to the experts': (that, how the streams entered the experts)."""
+        streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
+        entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
+        limit, round_inner = self.block.ffn.experts.limit, spec is not None
+        y_TD = feed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit=limit, round_inner=round_inner)
+        return y_TD, entered
 
 
 def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
@@ -425,5 +488,6 @@ def _joined(*linears: Linear) -> Tensor:
     return joined
 
 
-def _linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def project(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """A linear of rows that are rounded already."""
     return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)

@@ -170,16 +170,19 @@ class Draft(nn.Module):
 
         Source: engram-dspark-vision-chat.md 2.2.
         """
+        cos_TR, sin_TR = self.target.rope(position_T, compressed=False)
+        rows = []
+        for block, kv_TC in zip(self.mtp, self.context_keys(taps_TX, rounding), strict=True):
+            kv_TC = dense.rotate(block.attn.kv_norm(kv_TC).unsqueeze(1), cos_TR, sin_TR).squeeze(1)
+            rows.append(round_rows(kv_TC, FP8) if rounding.window_kv else kv_TC)
+        return torch.cat(rows, dim=-1)
+
+    def context_keys(self, taps_TX: Tensor, rounding: Rounding) -> list[Tensor]:
+        """For each block [T, C]: its window keys of these rows before norm and rotation."""
         first = self.mtp[0]
         main_TD = first.main_norm(first.main_proj(round_input(taps_TX, rounding), rounding))
         main_TD = round_input(main_TD, rounding)
-        cos_TR, sin_TR = self.target.rope(position_T, compressed=False)
-        rows = []
-        for block in self.mtp:
-            kv_TC = block.attn.kv_norm(block.attn.wkv(main_TD, rounding))
-            kv_TC = dense.rotate(kv_TC.unsqueeze(1), cos_TR, sin_TR).squeeze(1)
-            rows.append(round_rows(kv_TC, FP8) if rounding.window_kv else kv_TC)
-        return torch.cat(rows, dim=-1)
+        return [block.attn.wkv(main_TD, rounding) for block in self.mtp]
 
     def forward(
         self,
@@ -221,10 +224,21 @@ class Draft(nn.Module):
             streams_TND, _ = block.attend(streams_TND, mixes, u_TD, state, SharedKV())
             streams_TND, premix_TN, stats = block.feed(streams_TND, mixes.premix_TN, None, state)
             routers.append(stats)
+        return self.finish(streams_TND, premix_TN, num_tokens, rounding, routers)
+
+    def finish(
+        self,
+        streams_TND: Tensor,
+        premix_TN: Tensor,
+        num_tokens: int,
+        rounding: Rounding,
+        routers: Sequence[RouterStats] = (),
+    ) -> Proposal:
+        """From the last block's streams to the base logits of `num_tokens` a sequence."""
         hidden_TD = collapse(streams_TND, premix_TN)
-        base_TV = target.head(self.mtp[-1].norm(hidden_TD), rounding)
-        shape = (anchor_A.shape[0], num_tokens)
-        return Proposal(hidden_TD.unflatten(0, shape), base_TV.unflatten(0, shape), routers)
+        base_TV = self.target.head(self.mtp[-1].norm(hidden_TD), rounding)
+        shape = (-1, num_tokens)
+        return Proposal(hidden_TD.unflatten(0, shape), base_TV.unflatten(0, shape), list(routers))
 
     def markov(self, previous: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
         """(embedding [..., R], logits to add [..., V]) of the tokens before, float32."""

@@ -136,7 +136,7 @@ def call_all(size: dict[str, int]) -> None:
     sampling.draw_rows(torch.zeros(rows, size["vocabulary"]), row.double(), row.double())
     tails = torch.zeros(3, 7, channels)
     compress.pool_pairs(torch.zeros(rows, 2 * channels), tails, tails, row, row, torch.bfloat16)
-    engram.look_back(row, torch.zeros(3, 9, dtype=torch.int64), row, row, 4, 5, 2)
+    engram.look_back(row, torch.zeros(3, 9, dtype=torch.int64), row, row, row, 4, 5, 2)
     x, weight = torch.zeros(rows, 1, hidden, **half), torch.zeros(1, size["latent"], hidden, **half)
     few_rows.grouped_linear(x, weight, FP8)
     few_rows.grouped_linear(x, weight, None)

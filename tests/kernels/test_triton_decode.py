@@ -389,30 +389,47 @@ def test_draw_rows(device: str) -> None:
 
 
 def test_pool_pairs(device: str, dtype: torch.dtype) -> None:
-    fresh = torch.randn(3, 2 * 40, device=device)
+    """One row a slot, and six of one slot, of which the first alone finds its neighbour in the ring."""
+    fresh = torch.randn(9, 2 * 40, device=device)
     rings = torch.randn(2, 4, 7, 40, device=device)
-    slot, position = torch.tensor([2, 0, 1], device=device), torch.tensor([0, 7, 2**20 - 1], device=device)
+    slot = torch.tensor([2, 0, *[3] * 6, 1], device=device)
+    position = torch.tensor([0, 7, *range(19, 25), 2**20 - 1], device=device)
     copies = [rings.clone(), rings.clone()]
     iterator = iter(copies)
     got, want = both(lambda: compress.pool_pairs(fresh, *next(iterator), slot, position, dtype))
     torch.testing.assert_close(got, want, **tolerance(dtype))
     assert torch.equal(*copies) and not torch.equal(copies[0], rings)
+    one_by_one = rings.clone()
+    for row in range(9):
+        part = slice(row, row + 1)
+        alone = compress.pool_pairs(fresh[part], *one_by_one, slot[part], position[part], dtype)
+        torch.testing.assert_close(got[part], alone, **tolerance(dtype))
+    assert torch.equal(one_by_one, copies[0])
 
 
 def test_look_back(device: str) -> None:
-    history = torch.randint(0, 50, (4, 9), device=device)
-    history[1, -2], history[2, -1], history[3] = 49, -1, -1
-    slot, ids = torch.tensor([3, 1, 0, 2], device=device), torch.tensor([7, 8, 49, 9], device=device)
+    """One row a slot, a sequence's first row, and four rows of one slot."""
+    history = torch.randint(0, 49, (4, 9), device=device)
+    history[1, 3] = 49
+    slot = torch.tensor([3, 1, 0, *[2] * 4], device=device)
+    position = torch.tensor([0, 23, 2**20 - 1, *range(7, 11)], device=device)
+    ids = torch.tensor([7, 8, 49, 9, 10, 11, 12], device=device)
     compressed = torch.randperm(50, device=device)
+    about = {"num_lookbacks": 4, "image_token_id": 49, "pad_token_id": 2}
     copies = [history.clone(), history.clone()]
     iterator = iter(copies)
-    got, want = both(
-        lambda: engram.look_back(
-            ids, next(iterator), slot, compressed, num_lookbacks=4, image_token_id=49, pad_token_id=2
-        )
-    )
+    got, want = both(lambda: engram.look_back(ids, next(iterator), slot, position, compressed, **about))
     assert torch.equal(got, want) and torch.equal(*copies)
-    assert want[2].tolist() == [int(compressed[2])] * 4 and int(want[1, 0]) == int(compressed[8])
+    pad = int(compressed[2])
+    assert want[0].tolist() == [int(compressed[7]), pad, pad, pad] and want[2].tolist() == [pad] * 4
+    # position 21 is an image: it and all before it are dead
+    assert want[1].tolist() == [int(compressed[8]), int(compressed[history[1, 4]]), pad, pad]
+    assert want[6].tolist() == [int(compressed[token]) for token in (12, 11, 10, 9)]
+    one_by_one = history.clone()
+    for row in range(7):
+        part = slice(row, row + 1)
+        alone = engram.look_back(ids[part], one_by_one, slot[part], position[part], compressed, **about)
+        assert torch.equal(got[part], alone)
 
 
 def test_engram(device: str, dtype: torch.dtype) -> None:

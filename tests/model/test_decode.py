@@ -12,10 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cedar.cache.layout import PageLayout
 from cedar.cache.manager import CacheManager, Lease, Plan
 from cedar.config.model import ModelConfig
+from cedar.config import presets
 from cedar.config.presets import nano
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder
+from cedar.model.decode_draft import SlotDraft
+from cedar.model.draft import Draft
+from cedar.model.init import initialise
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_model, tiny
@@ -48,9 +52,11 @@ class NoSynchronisation(TorchDispatchMode):
 class Rig:
     """A few sequences twice: in slots, and on their own."""
 
-    def __init__(self, model: Transformer, lengths: list[int], num_slots: int | None = None) -> None:
+    def __init__(
+        self, model: Transformer, lengths: list[int], num_slots: int | None = None, draft: Draft | None = None
+    ) -> None:
         self.model, config = model, model.config
-        self.decoder = SlotDecoder(model)
+        self.decoder = SlotDecoder(model, draft)
         self.cache = CacheManager(config, num_pages=40, dtype=model.dtype)
         layout = PageLayout(config)
         rows = {
@@ -82,18 +88,36 @@ class Rig:
             self.slots.set_pages(slot, lease.table.pages, entered=True)
 
     def step(self, ids: list[int], *, idle: int = 0, context: int = 512) -> Tensor:
-        slot_T = torch.tensor([*range(len(ids)), *[self.slots.num_slots] * idle])
-        position_T = torch.tensor([*(state.num_tokens for state in self.paged), *[0] * idle])
+        return self.verify([[i] for i in ids], idle=idle, context=context)
+
+    def verify(self, lines: list[list[int]], *, idle: int = 0, context: int = 512) -> Tensor:
+        """A row for each of these tokens, slot by slot."""
+        slots = [slot for slot, line in enumerate(lines) for _ in line]
+        places = [
+            state.num_tokens + n for state, line in zip(self.paged, lines, strict=True) for n in range(len(line))
+        ]
+        slot_T = torch.tensor([*slots, *[self.slots.num_slots] * idle])
+        position_T = torch.tensor([*places, *[0] * idle])
         step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=context)
+        ids = [i for line in lines for i in line]
         with torch.inference_mode():
             logits_TV = self.decoder(step, torch.tensor([*ids, *[0] * idle]))
-        for slot, state in enumerate(self.paged):
-            self.slots.stepped(state, slot)
+        for state, line in zip(self.paged, lines, strict=True):
+            self.slots.stepped(state, len(line))
         return logits_TV[: len(ids)]
 
     def wanted(self, ids: list[int]) -> Tensor:
-        rows = [self.model.decode(state, torch.tensor([i])) for state, i in zip(self.plain, ids, strict=True)]
+        return self.wanted_lines([[i] for i in ids])
+
+    def wanted_lines(self, lines: list[list[int]]) -> Tensor:
+        rows = [self.model.decode(state, torch.tensor(line)) for state, line in zip(self.plain, lines, strict=True)]
         return torch.cat(rows)
+
+    def roll_back(self, kept: list[int], lines: list[list[int]]) -> None:
+        """Of each slot's rows the first so many stand."""
+        for number, line, states in zip(kept, lines, zip(self.paged, self.plain, strict=True), strict=True):
+            for state in states:
+                state.roll_back(state.num_tokens - len(line) + number)
 
 
 @pytest.fixture(scope="module", params=[nano, tiny], ids=["nano", "tiny"])
@@ -130,6 +154,84 @@ def test_a_sequence_that_left_its_slot_goes_on(model: Transformer) -> None:
         paged.roll_back(paged.num_tokens - 2)
         plain.roll_back(plain.num_tokens - 2)
         torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rejected_rows_leave_nothing(model: Transformer, seed: int) -> None:
+    """One to six rows a slot, of which some stand; then the slots are left, and go on as sequences of their own."""
+    rig = Rig(model, [1, 11, 37, 126])
+    generator = random.Random(seed)
+    for _ in range(6):
+        lines = [[generator.randrange(500) for _ in range(generator.randrange(1, 7))] for _ in range(4)]
+        got, want = rig.verify(lines, idle=generator.randrange(3)), rig.wanted_lines(lines)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        rig.roll_back([generator.randrange(1, len(line) + 1) for line in lines], lines)
+    ids_T = torch.tensor([7, 8, 9])
+    for slot, (paged, plain) in enumerate(zip(rig.paged, rig.plain, strict=True)):
+        rig.slots.leave(paged, slot)
+        assert torch.equal(paged.snapshot().recent_L, plain.snapshot().recent_L)
+        assert paged.oldest_kept == plain.oldest_kept
+        torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
+        back = max(paged.oldest_kept, paged.num_tokens - 3)
+        paged.roll_back(back)
+        plain.roll_back(back)
+        torch.testing.assert_close(model.decode(paged, ids_T), model.decode(plain, ids_T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Draft:
+    config = presets.with_draft(nano(), num_blocks=2, num_routed_experts=2, markov_rank=32)
+    draft = Draft(config, random_model(config, 5))
+    initialise(draft, 6)
+    with torch.no_grad():
+        draft.mtp[-1].confidence_head.proj.weight.normal_(0, 0.1)
+        draft.mtp[-1].markov_head.head.weight.normal_(0, 0.5)
+    draft.attach()
+    return draft
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_draft_what_sequences_draft(draft: Draft, seed: int) -> None:
+    """Short sequences and long ones, before the first step, between rejected rows, and after they left their slots."""
+    model = draft.target
+    rig, slot_draft = Rig(model, [1, 5, 40, 130], draft=draft), SlotDraft(draft)
+    generator, rounding = random.Random(seed), model.rounding
+    for _ in range(4):
+        anchor_A = torch.tensor([generator.randrange(500) for _ in range(4)])
+        rows, visible = zip(*(state.context() for state in rig.plain), strict=True)
+        with torch.inference_mode():
+            position_A = torch.tensor([state.num_tokens for state in rig.plain])
+            proposal = draft(anchor_A, position_A, torch.stack(rows).to(model.dtype), torch.stack(visible), rounding)
+            want = draft.greedy(anchor_A, proposal, rounding)
+            idle = torch.tensor([rig.slots.num_slots])
+            got = slot_draft(
+                rig.slots,
+                torch.cat([torch.arange(4), idle]),
+                torch.cat([position_A, torch.tensor([0])]),
+                torch.cat([anchor_A, torch.tensor([0])]),
+            )
+        torch.testing.assert_close(got.base_AGV[:4], proposal.base_AGV, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.hidden_AGD[:4], proposal.hidden_AGD, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.confidence_AG[:4], want[2], rtol=1e-4, atol=1e-4)
+        assert torch.equal(got.ids_AG[:4], want[0])
+        lines = [[int(i), *(int(i) for i in ids)] for i, ids in zip(anchor_A, want[0], strict=True)]
+        lines = [line[: generator.randrange(1, 7)] for line in lines]
+        torch.testing.assert_close(rig.verify(lines), rig.wanted_lines(lines), rtol=1e-4, atol=1e-4)
+        rig.roll_back([generator.randrange(1, len(line) + 1) for line in lines], lines)
+    for slot, (paged, plain) in enumerate(zip(rig.paged, rig.plain, strict=True)):
+        rig.slots.leave(paged, slot)
+        (got_rows, got_there), (want_rows, want_there) = paged.context(), plain.context()
+        assert torch.equal(got_there, want_there)
+        torch.testing.assert_close(got_rows[got_there], want_rows[want_there], rtol=1e-2, atol=1e-2)
+
+
+def test_a_round_asks_the_device_nothing(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, slot_draft = Rig(draft.target, [9, 40], draft=draft), SlotDraft(draft)
+    _without_expert_loop(monkeypatch)
+    slot_A = torch.tensor([0, 1, 2])
+    with use_kernels("reference"), NoSynchronisation(), torch.inference_mode():
+        rig.verify([[1, 2, 3], [4]])
+        slot_draft(rig.slots, slot_A, torch.tensor([12, 41, 0]), slot_A + 5)
 
 
 def test_a_step_asks_the_device_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def pool_pairs(
     num_rows = content_SRC.shape[1]
     pairs = []
     for ring_SRC, own_TC in zip((content_SRC, gate_SRC), fresh_TX.chunk(2, dim=-1), strict=True):
-        before_TC = ring_SRC[slot_T, (position_T - 1) % num_rows]
         ring_SRC[slot_T, position_T % num_rows] = own_TC
+        before_TC = ring_SRC[slot_T, (position_T - 1) % num_rows]
         pairs.append(torch.stack([before_TC, own_TC], dim=1))
     return pool_groups(*pairs).to(dtype)

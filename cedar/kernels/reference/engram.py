@@ -61,14 +61,16 @@ def look_back(
     ids_T: Tensor,
     history_SH: Tensor,
     slot_T: Tensor,
+    position_T: Tensor,
     compressed_V: Tensor,
     num_lookbacks: int,
     image_token_id: int,
     pad_token_id: int,
 ) -> Tensor:
-    history_TH = torch.cat([history_SH[slot_T, 1:], ids_T.unsqueeze(-1)], dim=-1)
-    history_SH[slot_T] = history_TH
-    newest_TL = history_TH.flip(-1)[:, :num_lookbacks]
+    num_columns = history_SH.shape[1]
+    history_SH[slot_T, position_T % num_columns] = ids_T
+    place_TL = position_T.unsqueeze(-1) - torch.arange(num_lookbacks, device=ids_T.device)
+    newest_TL = history_SH[slot_T.unsqueeze(-1), place_TL % num_columns].masked_fill(place_TL < 0, -1)
     broken_TL = (newest_TL == image_token_id) | (newest_TL < 0)
     dead_TL = broken_TL.int().cumsum(-1) > 0
     return torch.where(dead_TL, compressed_V[pad_token_id], compressed_V[newest_TL.clamp(min=0)])

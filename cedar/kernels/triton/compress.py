@@ -37,8 +37,21 @@ def _pool_pairs(
     own = (slot * R + position % R) * channels + channel
     content = tl.load(fresh_ptr + t * fresh_stride + channel, mask=inside, other=0.0)
     gate = tl.load(fresh_ptr + t * fresh_stride + channels + channel, mask=inside, other=0.0)
-    old_content = tl.load(content_ptr + before, mask=inside, other=0.0)
-    old_gate = tl.load(gate_ptr + before, mask=inside, other=0.0)
+    # the row before may be one of this step, and not in the ring yet
+    near = (tl.load(slot_ptr + t - 1, mask=t > 0, other=-1) == slot) & (
+        tl.load(position_ptr + t - 1, mask=t > 0, other=-1) == position - 1
+    )
+    last = fresh_ptr + (t - 1) * fresh_stride + channel
+    old_content = tl.where(
+        near,
+        tl.load(last, mask=inside & near, other=0.0),
+        tl.load(content_ptr + before, mask=inside & (near == 0), other=0.0),
+    )
+    old_gate = tl.where(
+        near,
+        tl.load(last + channels, mask=inside & near, other=0.0),
+        tl.load(gate_ptr + before, mask=inside & (near == 0), other=0.0),
+    )
     tl.store(content_ptr + own, content, mask=inside)
     tl.store(gate_ptr + own, gate, mask=inside)
     peak = tl.maximum(gate, old_gate)

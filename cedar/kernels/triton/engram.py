@@ -126,22 +126,24 @@ def engram_gate(
 
 @triton.jit
 def _look_back(
-    ids_ptr, history_ptr, slot_ptr, compressed_ptr, out_ptr, image_token_id, pad_token_id, num_history,
-    L: tl.constexpr, H: tl.constexpr,
+    ids_ptr, history_ptr, slot_ptr, position_ptr, compressed_ptr, out_ptr, image_token_id, pad_token_id, num_history,
+    L: tl.constexpr,
 ):  # fmt: skip
     follow()
     t = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, H)
-    row = history_ptr + tl.load(slot_ptr + t) * num_history
-    own = tl.load(ids_ptr + t)
-    # one warp: all its lanes have read before the first one writes
-    older = tl.load(row + place + 1, mask=place < num_history - 1, other=-1)
-    history = tl.where(place == num_history - 1, own, older)
-    tl.store(row + place, history, mask=place < num_history)
+    slot, position = tl.load(slot_ptr + t), tl.load(position_ptr + t)
+    row = history_ptr + slot * num_history
+    tl.store(row + position % num_history, tl.load(ids_ptr + t))
     pad = tl.load(compressed_ptr + pad_token_id)
     dead = 0
     for back in tl.static_range(L):
-        raw = tl.sum(tl.where(place == num_history - 1 - back, history, 0), axis=0)
+        # a row of this step may not have reached the history yet
+        near = (tl.load(slot_ptr + t - back, mask=t >= back, other=-1) == slot) & (
+            tl.load(position_ptr + t - back, mask=t >= back, other=-1) == position - back
+        )
+        fresh = tl.load(ids_ptr + t - back, mask=near, other=-1)
+        old = tl.load(row + (position - back) % num_history, mask=(position >= back) & (near == 0), other=-1)
+        raw = tl.where(near, fresh, old)
         dead = dead | (raw == image_token_id).to(tl.int32) | (raw < 0).to(tl.int32)
         compressed = tl.load(compressed_ptr + tl.where(dead != 0, 0, raw))
         tl.store(out_ptr + t * L + back, tl.where(dead != 0, pad, compressed))
@@ -151,6 +153,7 @@ def look_back(
     ids_T: Tensor,
     history_SH: Tensor,
     slot_T: Tensor,
+    position_T: Tensor,
     compressed_V: Tensor,
     num_lookbacks: int,
     image_token_id: int,
@@ -158,10 +161,9 @@ def look_back(
 ) -> Tensor:
     num_rows, num_history = ids_T.shape[0], history_SH.shape[1]
     out_TL = torch.empty(num_rows, num_lookbacks, device=ids_T.device, dtype=torch.int64)
-    assert num_history <= 32, "a warp holds a history"
     _look_back[(num_rows,)](
-        ids_T.contiguous(), history_SH, slot_T, compressed_V, out_TL, image_token_id, pad_token_id, num_history,
-        L=num_lookbacks, H=32, num_warps=1,
+        ids_T.contiguous(), history_SH, slot_T, position_T, compressed_V, out_TL, image_token_id, pad_token_id,
+        num_history, L=num_lookbacks, num_warps=1,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return out_TL
