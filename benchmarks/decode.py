@@ -68,7 +68,7 @@ def rows_of(model: Transformer, cache: CacheManager, count: int, context: int, s
                     plane_PNX[lease.table.pages] = plane_PNX[rows[0].lease.table.pages]
             state = model.new_state(make_store=cache.make_store(lease, context))
             state.restore(snapshot)
-        rows.append(Row(state, lease, 3, Sampler(SamplingParams(temperature=1.0, seed=number))))
+        rows.append(Row(state, lease, [3], Sampler(SamplingParams(temperature=1.0, seed=number))))
     return rows
 
 
@@ -91,7 +91,7 @@ def measure(
     for _ in range(steps // part):
         started = time.perf_counter()
         for _ in range(part):
-            rows = [Row(row.state, row.lease, token, row.sampler) for row, token in zip(rows, chosen, strict=True)]
+            rows = [Row(row.state, row.lease, [token], row.sampler) for row, token in zip(rows, chosen, strict=True)]
             for row, token in zip(rows, chosen, strict=True):
                 row.sampler.take(token)
             chosen, _ = runner.step(rows)

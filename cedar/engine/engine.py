@@ -117,7 +117,8 @@ class Engine:
         drafter: Proposes tokens ahead; None drafts nothing.
         cache: Prefixes of earlier requests; None keeps none. The engine closes it.
         exact: Rows get the same bits whatever runs beside them; slower. A strict cache needs it.
-        runner: Decodes in graphs where there is a GPU and nobody drafts; None decodes op by op.
+        runner: Decodes in graphs where there is a GPU; None decodes op by op. A drafter beside it must read its slots
+            (`ModelDrafter.runner`), or it is not used.
         keep_snapshots: Write the snapshots to the disk tier when the engine ends.
     """
 
@@ -145,8 +146,8 @@ class Engine:
         self.drafter = drafter
         self.exact = exact or (cache is not None and cache.strict)
         self.metrics = Metrics()
-        # a drafter reads states, and what it drafts runs op by op
-        self._runner = runner if drafter is None else None
+        # what a slot holds of a sequence a drafter does not find in its state
+        self._runner = runner if drafter is None or getattr(drafter, "runner", None) is runner else None
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -719,46 +720,69 @@ class Engine:
             one.sequence.alone = False
             absorb = self._absorb_tokens if one.sequence.status is Status.DECODE else self._absorb_chunk
             self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
-        if decodes and self.drafter is not None:
+        if decodes:
             # steps with chunks of prompts tell nothing of what a draft's row costs
-            self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
-            tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
-            self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
+            self._note_drafts(work, before, seconds)
+
+    def _note_drafts(self, work: list[_Work], before: list[int], seconds: float) -> None:
+        """Learn what drafts cost and bring, from a step of generated tokens alone."""
+        if self.drafter is None:
+            return
+        self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
+        tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
+        self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
     def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
-        """One token of those who decode and have a slot or get one; returns the others, or all if the step failed."""
-        rows: dict[int, Row] = {}
-        for place, one in enumerate(work):
-            sequence = one.sequence
-            alone = sequence.status is not Status.DECODE or sequence.alone or sequence.lease is None
-            if alone or len(rows) >= runner.max_rows or not runner.suits(sequence.state):
-                continue
-            assert sequence.sampler is not None and sequence.lease is not None
-            rows[place] = Row(sequence.state, sequence.lease, sequence.tokens[-1], sequence.sampler)
-        if not rows:
+        """A token and drafts of those who decode and have a slot or get one; returns the others, all if it failed."""
+        together = [
+            one
+            for one in work
+            if one.sequence.status is Status.DECODE and not one.sequence.alone and one.sequence.lease is not None
+        ]
+        together = [together[place] for place in runner.fitting([one.sequence.state for one in together])]
+        if not together:
             return work
+        rows = []
+        for one in together:
+            sequence = one.sequence
+            assert sequence.sampler is not None and sequence.lease is not None
+            ids = (sequence.tokens[-1], *one.proposal.ids)
+            rows.append(Row(sequence.state, sequence.lease, ids, sequence.sampler))
         began = time.monotonic()
         try:
-            chosen, logits_TV = runner.step(list(rows.values()))
+            chosen, logits_TV = runner.step(rows)
         except Exception:  # whatever a device may say: op by op they go on
             log.warning("decode graphs are off from here on: a step of %d rows failed", len(rows), exc_info=True)
             self._runner = None
             for sequence in list(self._running):
                 if sequence.state is not None:
                     self._guarded(lambda s: runner.leave(s.state), sequence)
+            runner.retire()
             return [one for one in work if one.sequence.state is not None]
-        self._note([work[place] for place in rows], began)
-        for number, place in enumerate(rows):
+        seconds = self._note(together, began)
+        before = [one.sequence.num_generated for one in together]
+        first = 0
+        for one, row in zip(together, rows, strict=True):
+            part = slice(first, first + len(row.ids))
+            first = part.stop
+            absorb = functools.partial(
+                self._absorb_slot, proposal=one.proposal, chosen=chosen[part], rows_TV=logits_TV[part]
+            )
+            self._guarded(absorb, one.sequence)
+        if len(together) == len(work):
+            self._note_drafts(work, before, seconds)
+        return [one for one in work if one not in together]
 
-            def absorb(sequence: Sequence, number: int = number) -> None:
-                assert sequence.sampler is not None
-                if sequence.sampler.needs_logits:
-                    self._take(sequence, logits_TV[number : number + 1], Proposal())
-                else:
-                    self._accept(sequence, [sequence.sampler.take(chosen[number])], Proposal(), num_rows=1)
-
-            self._guarded(absorb, work[place].sequence)
-        return [one for place, one in enumerate(work) if place not in rows]
+    def _absorb_slot(self, sequence: Sequence, *, proposal: Proposal, chosen: list[int], rows_TV: Tensor) -> None:
+        """A generated token and its drafts have run in a graph, which chose tokens by the plain rules."""
+        assert sequence.sampler is not None
+        sampler = sequence.sampler
+        sequence.width = len(proposal.ids)
+        # behind a draft each row needs a random number of its own, or the draft's probabilities
+        if sampler.needs_logits or (proposal.ids and sampler.params.temperature > 0):
+            self._take(sequence, rows_TV, proposal)
+        else:
+            self._take_rows(sequence, proposal, len(chosen), lambda place: sampler.take(chosen[place]))
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Before a state is read or runs op by op: what the runner holds of it comes back."""
@@ -978,16 +1002,25 @@ class Engine:
 
     def _take(self, sequence: Sequence, rows_TV: Tensor, proposal: Proposal) -> None:
         """The tokens that a step's logits give: one for each draft that is accepted, and one more."""
-        assert sequence.sampler is not None
-        taken: list[Token] = []
-        for place in range(rows_TV.shape[0]):
+        sampler = sequence.sampler
+        assert sampler is not None
+
+        def choose(place: int) -> Token:
             draft_id = proposal.ids[place] if place < len(proposal.ids) else None
             probs = None if proposal.probs is None or draft_id is None else proposal.probs[place]
-            token = sequence.sampler(rows_TV[place], draft_id, probs)
-            taken.append(token)
-            if self._end(sequence, taken) is not None or token.id != draft_id:
+            return sampler(rows_TV[place], draft_id, probs)
+
+        self._take_rows(sequence, proposal, rows_TV.shape[0], choose)
+
+    def _take_rows(self, sequence: Sequence, proposal: Proposal, num_rows: int, choose: Callable[[int], Token]) -> None:
+        """Tokens row by row until one ends the answer or differs from its draft."""
+        taken: list[Token] = []
+        for place in range(num_rows):
+            taken.append(choose(place))
+            drafted = place < len(proposal.ids) and taken[-1].id == proposal.ids[place]
+            if self._end(sequence, taken) is not None or not drafted:
                 break
-        self._accept(sequence, taken, proposal, num_rows=rows_TV.shape[0])
+        self._accept(sequence, taken, proposal, num_rows=num_rows)
 
     def _end(self, sequence: Sequence, taken: list[Token]) -> FinishReason | None:
         """Whether the newest of these tokens ends the answer."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cedar.cache.store import PageStore
     from cedar.engine.engine import Engine
     from cedar.engine.runner import DecodeRunner
+    from cedar.model.draft import Draft
     from cedar.model.transformer import Transformer
 
 log = logging.getLogger(__name__)
@@ -272,15 +273,20 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         read_snapshot=Snapshot.from_bytes,
         turns=turns,
     )
-    runner = _open_runner(model, cache, config, context)
-    # a graph's step is shorter than a drafted one run op by op
-    draft = read_draft(files.path, model) if config.draft and runner is None else None
+    draft = read_draft(files.path, model) if config.draft else None
     if draft is not None:
         draft.attach()
+    runner = _open_runner(model, cache, config, context, draft)
+    if runner is None and draft is not None:
+        runner = _open_runner(model, cache, config, context, None)
+        if runner is not None:
+            # a graph's step without drafts is shorter than a drafted one run op by op
+            log.warning("drafts are off: their graphs could not be made")
+            draft = None
     return Engine(
         model,
         runner=runner,
-        drafter=None if draft is None else ModelDrafter(draft, files.defaults),
+        drafter=None if draft is None else ModelDrafter(draft, files.defaults, runner),
         max_context=context,
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(
@@ -293,7 +299,9 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     )
 
 
-def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig, context: int) -> DecodeRunner | None:
+def _open_runner(
+    model: Transformer, cache: CacheManager, config: ServeConfig, context: int, draft: Draft | None
+) -> DecodeRunner | None:
     """Graphs for decoding, made beforehand; None, with the reason in the log, where they cannot be."""
     from cedar.engine.runner import DecodeRunner, unavailable
 
@@ -303,7 +311,7 @@ def _open_runner(model: Transformer, cache: CacheManager, config: ServeConfig, c
         log.log(logging.INFO if model.device.type == "cuda" else logging.DEBUG, "decoding runs op by op: %s", reason)
         return None
     try:
-        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=context)
+        graphs = DecodeRunner(model, cache, max_rows=config.max_running, max_context=context, draft=draft)
         graphs.warm_up()
     except Exception:  # a driver or a kernel that this machine does not take must not keep the server down
         log.warning("decoding runs op by op: the graphs could not be made", exc_info=True)

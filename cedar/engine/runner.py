@@ -2,9 +2,9 @@
 
 A graph is made for a number of rows and a length of context, both rounded up, when it is first needed. Its inputs
 lie in fixed places; positions, page tables and what is chosen stay on the device. A step that cannot run so is the
-engine's to run op by op.
+engine's to run op by op. A draft's round is a graph of its own, before the step that verifies it.
 
-T rows, V vocabulary.
+T rows, A sequences that draft, G tokens of a round, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from cedar.errors import CapacityError
 from cedar.kernels.pages import Stored
 from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder, unsuitable
+from cedar.model.decode_draft import Drafted, SlotDraft
+from cedar.model.draft import Draft
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 
@@ -37,11 +40,11 @@ _NUM_INTEGERS, _NUM_FLOATS = 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's part of a step."""
+    """One sequence's part of a step: its newest token, then the drafts that are verified."""
 
     state: SequenceState
     lease: Lease
-    token_id: int
+    ids: Sequence[int]
     sampler: Sampler
 
 
@@ -55,6 +58,16 @@ class _Graph:
     inputs: Tensor
     replay: Callable[[], None] = field(init=False)
     logits_TV: Tensor = field(init=False)
+
+
+@dataclass(slots=True, eq=False)
+class _DraftGraph:
+    """A captured round of drafts, or on a CPU the same calls."""
+
+    num_rows: int
+    inputs: Tensor
+    replay: Callable[[], None] = field(init=False)
+    drafted: Drafted = field(init=False)
 
 
 def unavailable(model: Transformer, cache: CacheManager | None, *, exact: bool) -> str:
@@ -76,6 +89,7 @@ class DecodeRunner:
 
     Args:
         max_context: Longest sequence, in tokens.
+        draft: Keep what it reads of every row, and run its rounds (`propose`).
         capture: False runs the same calls one by one, which is how a CPU tests them.
 
     Raises:
@@ -83,10 +97,20 @@ class DecodeRunner:
     """
 
     def __init__(
-        self, model: Transformer, cache: CacheManager, *, max_rows: int, max_context: int, capture: bool = True
+        self,
+        model: Transformer,
+        cache: CacheManager,
+        *,
+        max_rows: int,
+        max_context: int,
+        draft: Draft | None = None,
+        capture: bool = True,
     ) -> None:
         self.model, self.max_rows, self._capture = model, max_rows, capture
-        self._decoder = SlotDecoder(model)
+        self._decoder = SlotDecoder(model, draft)
+        self._draft = None if draft is None else SlotDraft(draft)
+        # of a sequence: the newest token and its drafts
+        self._num_tokens = 1 if draft is None else 1 + draft.config.draft.block_size
         max_pages = min(-(-max_context // PAGE_TOKENS), cache.pool.num_pages)
         rows = {
             place: Stored(cache.pool.field(part.codes), cache.pool.field(part.scales), part.spec)
@@ -104,34 +128,86 @@ class DecodeRunner:
         self._max_context = max_pages * PAGE_TOKENS
         self._free = list(range(max_rows - 1, -1, -1))
         self._held: dict[SequenceState, int] = {}
+        # slots whose page table is another sequence's yet
+        self._unpaged: set[int] = set()
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._draft_graphs: dict[int, _DraftGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
-        self._staged = torch.zeros((_NUM_INTEGERS + _NUM_FLOATS) * max_rows, dtype=torch.int64, pin_memory=capture)
-        self._answers = torch.zeros(max_rows, dtype=torch.int64, pin_memory=capture)
-        self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
 
-    def suits(self, state: SequenceState) -> bool:
-        """Whether a sequence may take part: it has a slot, or could."""
-        return state in self._held or (bool(self._free) and not unsuitable(state))
+        def staged(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(count, dtype=dtype, pin_memory=capture)
+
+        most = self._num_tokens * max_rows
+        self._staged, self._answers = staged((_NUM_INTEGERS + _NUM_FLOATS) * most), staged(most)
+        self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
+        self._drafted_ids, self._confidence = staged(most), staged(most, torch.float32)
+
+    def fitting(self, states: Sequence[SequenceState]) -> list[int]:
+        """The places of those among `states` that may take part together: each has a slot, or there is one for it."""
+        free, places = len(self._free), []
+        for place, state in enumerate(states):
+            if state not in self._held:
+                if not free or unsuitable(state):
+                    continue
+                free -= 1
+            places.append(place)
+        return places
+
+    def retire(self) -> None:
+        """Take nobody in any more, once all have left."""
+        self._free.clear()
 
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = log.info) -> None:
         """Make the graphs of every number of rows at the shortest context, telling how far it is."""
-        counts = sorted({self._rounded_rows(count) for count in range(1, self.max_rows + 1)})
-        for place, count in enumerate(counts):
+        most = self.max_rows * self._num_tokens
+        counts = sorted({_rounded(count, most) for count in range(1, most + 1)})
+        rounds = [] if self._draft is None else [count for count in counts if count <= self.max_rows]
+        makers: list[tuple[str, Callable[[], object]]] = [
+            *((f"{count} rows", partial(self._graph, count, 1, filtered=False)) for count in counts),
+            *((f"drafts for {count}", partial(self._draft_graph, count)) for count in rounds),
+        ]
+        for place, (what, make) in enumerate(makers):
             started = time.monotonic()
-            self._graph(count, 1, filtered=False)
+            make()
             report(
-                f"decode graph {place + 1} of {len(counts)}: {count} rows, {time.monotonic() - started:.1f} s "
+                f"decode graph {place + 1} of {len(makers)}: {what}, {time.monotonic() - started:.1f} s "
                 f"on {self.model.device}"
             )
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
-        """One token of each row: the tokens chosen (-1 where logits are not finite), and the logits [T, V].
+    def propose(self, rows: Sequence[tuple[SequenceState, int]]) -> Drafted:
+        """A draft's round behind the newest token of each sequence, which gets a slot if it has none.
 
-        The logits lie in the graph's own memory: the next step overwrites them. A row whose sampler needs logits
-        gets a token that means nothing.
+        Tokens and confidences come to the host; the rest lies in the graph's memory until the next round.
+        """
+        assert self._draft is not None
+        for state, _ in rows:
+            self._enter(state)
+        graph = self._draft_graph(_rounded(len(rows), self.max_rows))
+        idle = graph.num_rows - len(rows)
+        staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
+        staged[:] = [
+            [self._held[state] for state, _ in rows] + [self.slots.num_slots] * idle,
+            [state.num_tokens for state, _ in rows] + [0] * idle,
+            [anchor for _, anchor in rows] + [0] * idle,
+        ]
+        self._finish(graph.replay)
+        shape = graph.num_rows, -1
+        return Drafted(
+            self._drafted_ids[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
+            self._confidence[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
+            graph.drafted.base_AGV[: len(rows)],
+            graph.drafted.hidden_AGD[: len(rows)],
+        )
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
+        """The rows' tokens: those chosen behind each (-1 where logits are not finite), and the logits [T, V].
+
+        All of them count as held: `roll_back` forgets the rejected. The logits lie in the graph's own memory: the
+        next step overwrites them. A row whose sampler needs logits gets a token that means nothing, and so does a row
+        behind a draft unless it is the likeliest that is wanted.
 
         Raises:
             CapacityError: More rows than slots.
@@ -143,15 +219,14 @@ class DecodeRunner:
         filtered = any(
             params.top_k or params.top_p < 1 or params.min_p for params in (row.sampler.params for row in rows)
         )
-        longest = max(row.state.num_tokens for row in rows) + 1
-        graph = self._graph(self._rounded_rows(len(rows)), longest, filtered=filtered)
-        self._stage(graph, rows)
-        graph.replay()
-        if self._capture:
-            torch.cuda.current_stream(self.model.device).synchronize()
+        longest = max(row.state.num_tokens + len(row.ids) for row in rows)
+        num_rows = sum(len(row.ids) for row in rows)
+        graph = self._graph(_rounded(num_rows, self.max_rows * self._num_tokens), longest, filtered=filtered)
+        self._stage(graph, rows, num_rows)
+        self._finish(graph.replay)
         for row in rows:
-            self.slots.stepped(row.state, self._held[row.state])
-        return self._host_answers[: len(rows)].tolist(), graph.logits_TV[: len(rows)]
+            self.slots.stepped(row.state, len(row.ids))
+        return self._host_answers[:num_rows].tolist(), graph.logits_TV[:num_rows]
 
     @torch.inference_mode()
     def leave(self, state: SequenceState) -> None:
@@ -166,22 +241,33 @@ class DecodeRunner:
         if slot is not None:
             self._free.append(slot)
 
-    def _place(self, row: Row) -> None:
-        slot = self._held.get(row.state)
-        entered = slot is None
+    def _enter(self, state: SequenceState) -> int:
+        slot = self._held.get(state)
         if slot is None:
             slot = self._free.pop()
-            self._held[row.state] = slot
-            self.slots.enter(row.state, slot)
-        self.slots.set_pages(slot, row.lease.table.pages, entered=entered)
+            self._held[state] = slot
+            self._unpaged.add(slot)
+            self.slots.enter(state, slot)
+        return slot
 
-    def _stage(self, graph: _Graph, rows: Sequence[Row]) -> None:
-        idle = graph.num_rows - len(rows)
-        samplers = [row.sampler for row in rows]
+    def _place(self, row: Row) -> None:
+        slot = self._enter(row.state)
+        self.slots.set_pages(slot, row.lease.table.pages, entered=slot in self._unpaged)
+        self._unpaged.discard(slot)
+
+    def _finish(self, replay: Callable[[], None]) -> None:
+        """Run a graph, and wait until its answers have arrived."""
+        replay()
+        if self._capture:
+            torch.cuda.current_stream(self.model.device).synchronize()
+
+    def _stage(self, graph: _Graph, rows: Sequence[Row], num_rows: int) -> None:
+        idle = graph.num_rows - num_rows
+        samplers = [row.sampler for row in rows for _ in row.ids]
         integers = [
-            [self._held[row.state] for row in rows] + [self.slots.num_slots] * idle,
-            [row.state.num_tokens for row in rows] + [0] * idle,
-            [row.token_id for row in rows] + [0] * idle,
+            [self._held[row.state] for row in rows for _ in row.ids] + [self.slots.num_slots] * idle,
+            [row.state.num_tokens + place for row in rows for place in range(len(row.ids))] + [0] * idle,
+            [token_id for row in rows for token_id in row.ids] + [0] * idle,
             [sampler.params.top_k for sampler in samplers] + [0] * idle,
         ]
         floats = [
@@ -194,9 +280,6 @@ class DecodeRunner:
         staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
         staged[:_NUM_INTEGERS] = integers
         staged[_NUM_INTEGERS:].view(np.float64)[:] = floats
-
-    def _rounded_rows(self, num_rows: int) -> int:
-        return min(1 << (num_rows - 1).bit_length(), self.max_rows)
 
     def _graph(self, num_rows: int, longest: int, *, filtered: bool) -> _Graph:
         context = _FIRST_CONTEXT
@@ -217,18 +300,45 @@ class DecodeRunner:
         graph = _Graph(num_rows, context, filtered, inputs)
         if not self._capture:
             graph.replay = lambda: self._run(graph)
-            return graph
+        else:
+            graph.replay = self._captured(lambda: self._run(graph))
+        return graph
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         # once outside: kernels are compiled and libraries make their handles
+        device = self.model.device
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self._run(graph)
+            run()
         torch.cuda.current_stream(device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, pool=self._memory, capture_error_mode="thread_local"):
-            self._run(graph)
-        graph.replay = captured.replay
-        return graph
+            run()
+        return captured.replay
+
+    def _draft_graph(self, num_rows: int) -> _DraftGraph:
+        if num_rows not in self._draft_graphs:
+            inputs = torch.zeros(3, num_rows, dtype=torch.int64, device=self.model.device)
+            self._staged.zero_()
+            self._staged[:num_rows] = self.slots.num_slots
+            graph = _DraftGraph(num_rows, inputs)
+            if self._capture:
+                graph.replay = self._captured(lambda: self._run_draft(graph))
+            else:
+                graph.replay = lambda: self._run_draft(graph)
+            self._draft_graphs[num_rows] = graph
+        return self._draft_graphs[num_rows]
+
+    def _run_draft(self, graph: _DraftGraph) -> None:
+        assert self._draft is not None
+        graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)
+        graph.drafted = self._draft(self.slots, *graph.inputs)
+        for host, values in (
+            (self._drafted_ids, graph.drafted.ids_AG),
+            (self._confidence, graph.drafted.confidence_AG),
+        ):
+            host[: values.numel()].copy_(values.flatten(), non_blocking=True)
 
     def _run(self, graph: _Graph) -> None:
         # the graph holds the copies in and out, from and to host memory that never moves
@@ -243,3 +353,7 @@ class DecodeRunner:
         else:
             chosen_T = draw_rows(graph.logits_TV, temperature_T, uniform_T)
         self._answers[: graph.num_rows].copy_(chosen_T, non_blocking=True)
+
+
+def _rounded(count: int, most: int) -> int:
+    return min(1 << (count - 1).bit_length(), most)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from cedar.engine.request import SamplingParams
 from cedar.engine.sampling import draw
 from cedar.errors import ShapeError
 from cedar.model.draft import Draft
+
+if TYPE_CHECKING:
+    from cedar.engine.runner import DecodeRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,10 +227,13 @@ class ModelDrafter:
     Args:
         draft: Attached to the model that the engine runs.
         defaults: Where the scaling of the confidence is found; none by default.
+        runner: Runs the round in a graph, for the sequences in its slots.
     """
 
-    def __init__(self, draft: Draft, defaults: GenerationDefaults | None = None) -> None:
-        self._draft = draft
+    def __init__(
+        self, draft: Draft, defaults: GenerationDefaults | None = None, runner: DecodeRunner | None = None
+    ) -> None:
+        self._draft, self.runner = draft, runner
         found = defaults or GenerationDefaults()
         self._scaling = {
             kind: (
@@ -240,28 +246,46 @@ class ModelDrafter:
     def _places(self, values: Sequence[float], neutral: float) -> Tensor:
         """A value for each place of a block, `neutral` where there is none."""
         block_size = self._draft.config.draft.block_size
-        padded = [*values[:block_size], *[neutral] * (block_size - len(values))]
-        return torch.tensor(padded, device=self._draft.target.device)
+        return torch.tensor([*values[:block_size], *[neutral] * (block_size - len(values))])
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        runner = self.runner
+        slotted = [] if runner is None else runner.fitting([request.state for request in requests])
+        single = [place for place in range(len(requests)) if place not in slotted]
+        proposals = [Proposal()] * len(requests)
+        for places, propose in ((slotted, self._propose_in_slots), (single, self._propose_alone)):
+            if places:
+                for place, proposal in zip(places, propose([requests[place] for place in places]), strict=True):
+                    proposals[place] = proposal
+        return proposals
+
+    def _propose_in_slots(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        assert self.runner is not None
+        drafted = self.runner.propose([(request.state, request.tokens[-1]) for request in requests])
+        if not any(_draws(request) for request in requests):
+            return self._proposals(requests, drafted.ids_AG, drafted.confidence_AG)
+        return self._chosen(requests, drafted.base_AGV, drafted.hidden_AGD)
+
+    def _propose_alone(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         draft, target = self._draft, self._draft.target
-        rounding, device = target.rounding, target.device
         rows, visible = zip(*(request.state.context() for request in requests), strict=True)
-        anchor_A = torch.tensor([request.tokens[-1] for request in requests], device=device)
-        position_A = torch.tensor([request.state.num_tokens for request in requests], device=device)
-        blocks = draft(anchor_A, position_A, torch.stack(rows).to(target.dtype), torch.stack(visible), rounding)
-        sampled = [
-            number
-            for number, request in enumerate(requests)
-            if request.sampling.temperature > 0 and request.sampling.seed is None
-        ]
-        previous_A = anchor_A
+        anchor_A = torch.tensor([request.tokens[-1] for request in requests], device=target.device)
+        position_A = torch.tensor([request.state.num_tokens for request in requests], device=target.device)
+        context = torch.stack(rows).to(target.dtype), torch.stack(visible)
+        blocks = draft(anchor_A, position_A, *context, target.rounding)
+        return self._chosen(requests, blocks.base_AGV, blocks.hidden_AGD)
+
+    def _chosen(self, requests: Sequence[DraftRequest], base_AGV: Tensor, hidden_AGD: Tensor) -> list[Proposal]:
+        """Tokens left to right: the likeliest, or drawn."""
+        draft, rounding = self._draft, self._draft.target.rounding
+        sampled = [number for number, request in enumerate(requests) if _draws(request)]
+        previous_A = torch.tensor([request.tokens[-1] for request in requests], device=base_AGV.device)
         tokens, embeddings = [], []
         probs: list[list[Tensor]] = [[] for _ in requests]
         for place in range(max(request.limit for request in requests)):
             embedding_AR, bias_AV = draft.markov(previous_A, rounding)
-            logits_AV = blocks.base_AGV[:, place] + bias_AV
+            logits_AV = base_AGV[:, place] + bias_AV
             previous_A = logits_AV.argmax(-1)
             for number in sampled:
                 request = requests[number]
@@ -269,9 +293,18 @@ class ModelDrafter:
                 probs[number].append(prob_V)
             tokens.append(previous_A)
             embeddings.append(embedding_AR)
-        num_places = len(tokens)
-        confidence_AG = draft.confidence(blocks.hidden_AGD[:, :num_places], torch.stack(embeddings, 1), rounding)
-        ids = torch.stack(tokens, 1).tolist()
+        confidence_AG = draft.confidence(hidden_AGD[:, : len(tokens)], torch.stack(embeddings, 1), rounding)
+        return self._proposals(requests, torch.stack(tokens, 1), confidence_AG, probs)
+
+    def _proposals(
+        self,
+        requests: Sequence[DraftRequest],
+        ids_AG: Tensor,
+        confidence_AG: Tensor,
+        probs: Sequence[Sequence[Tensor]] = (),
+    ) -> list[Proposal]:
+        ids, confidence_AG = ids_AG.tolist(), confidence_AG.cpu()
+        num_places = confidence_AG.shape[1]
         said = {
             kind: torch.sigmoid(confidence_AG / temperature_G[:num_places] + offset_G[:num_places]).tolist()
             for kind, (temperature_G, offset_G) in self._scaling.items()
@@ -279,8 +312,13 @@ class ModelDrafter:
         return [
             Proposal(
                 ids=tuple(ids[number]),
-                probs=tuple(probs[number]) if probs[number] else None,
+                probs=tuple(probs[number]) if probs and probs[number] else None,
                 confidence=tuple(said["greedy" if request.sampling.temperature == 0 else "sampled"][number]),
             ).cut(request.limit)
             for number, request in enumerate(requests)
         ]
+
+
+def _draws(request: DraftRequest) -> bool:
+    """Whether chance chooses this request's drafts."""
+    return request.sampling.temperature > 0 and request.sampling.seed is None

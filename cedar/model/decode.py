@@ -140,7 +140,10 @@ class DecodeSlots:
             store.overwrite(row_R, [plane[slot] for plane in window[:2]])
         if self.config.draft.num_blocks:
             store = state.windows[layers]
-            rows = [dequantize_rows(codes[slot], scales[slot], FP8, store.dtype) for codes, scales, _ in self.windows[layers:]]
+            rows = [
+                dequantize_rows(codes[slot], scales[slot], FP8, store.dtype)
+                for codes, scales, _ in self.windows[layers:]
+            ]
             store.put(row_R, torch.cat(rows, dim=-1))
         for layer, (content_SRC, gate_SRC) in self.tails.items():
             place_R = self._tail_places(state, slot)
@@ -389,7 +392,9 @@ class SlotDecoder:
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
-    def _attend(self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV) -> tuple[Tensor, SharedKV]:
+    def _attend(
+        self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV
+    ) -> tuple[Tensor, SharedKV]:
         attention, plan = layer.block.attn, layer.block.plan
         latent_TX = project(entered.rounded_TD, layer.latent)
         latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)

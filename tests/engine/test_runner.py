@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cedar.cache.manager import CacheManager, Plan
+from cedar.config import presets
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
 from cedar.engine.runner import DecodeRunner, Row, unavailable
 from cedar.engine.sampling import Sampler, choose
 from cedar.engine.scheduler import SchedulerConfig
+from cedar.engine.speculate import DraftRequest, ModelDrafter, Proposal
 from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
+from cedar.model.draft import Draft
+from cedar.model.init import initialise
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_model, tiny
@@ -23,6 +29,35 @@ from tests.paths.random_models import random_model, tiny
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return random_model(tiny(), 11)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Draft:
+    config = presets.with_draft(tiny(), num_blocks=2, num_routed_experts=2, markov_rank=32)
+    draft = Draft(config, random_model(config, 5))
+    initialise(draft, 6)
+    draft.attach()
+    return draft
+
+
+class Corrected:
+    """The draft's own proposals, with tokens that will stand put in for most of them."""
+
+    def __init__(self, drafter: ModelDrafter, follows: dict[tuple[int, ...], int]) -> None:
+        self._drafter, self._follows, self.runner = drafter, follows, drafter.runner
+        self._draw = random.Random(3)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        proposals = []
+        for request, said in zip(requests, self._drafter.propose(requests), strict=True):
+            line, ids = tuple(request.tokens), []
+            for own in said.ids:
+                ids.append(self._follows.get(line, own) if self._draw.random() < 0.7 else own)
+                line = (*line, ids[-1])
+            # chance chose the draft's own tokens, not these
+            probs = said.probs if tuple(ids) == said.ids else None
+            proposals.append(Proposal(ids=tuple(ids), probs=probs, confidence=said.confidence))
+        return proposals
 
 
 def make_engine(model: Transformer, *, slots: int = 0, num_pages: int = 64, **options: object) -> Engine:
@@ -35,7 +70,12 @@ def make_engine(model: Transformer, *, slots: int = 0, num_pages: int = 64, **op
         read_snapshot=Snapshot.from_bytes,
     )
     capture = model.device.type == "cuda"
-    runner = DecodeRunner(model, cache, max_rows=slots, max_context=2048, capture=capture) if slots else None
+    draft = options.pop("draft", None)
+    runner = None
+    if slots:
+        runner = DecodeRunner(model, cache, max_rows=slots, max_context=2048, capture=capture, draft=draft)
+    if draft is not None:
+        options["drafter"] = Corrected(ModelDrafter(draft, None, runner), options.pop("follows", {}))
     # a row's bits must not depend on who runs beside it, or the last bit of a sum would choose other tokens
     options = {"max_context": 2048, "exact": True, **options}
     scheduling = SchedulerConfig(reserve_tokens=options.pop("reserve_tokens", 64))
@@ -94,6 +134,78 @@ def test_slots_change_no_answer(model: Transformer) -> None:
     finally:
         plain.close()
         slotted.close()
+
+
+def test_drafts_in_slots_change_no_answer(draft: Draft) -> None:
+    """Greedy, seeded, filtered, with penalties and log-probabilities; the next turn finds the cache as it should be."""
+    model = draft.target
+    plain = make_engine(model)
+    asked = [replace(request, draft="on") for request in requests(5, 24)]
+    slotted = None
+    try:
+        want = answers(plain, asked)
+        follows = {}
+        for request, (ids, _) in zip(asked, want, strict=True):
+            line = (*request.prompt_ids, *ids)
+            follows |= {line[:n]: line[n] for n in range(len(request.prompt_ids), len(line))}
+        slotted = make_engine(model, slots=4, draft=draft, follows=follows)
+        assert slotted._runner is not None
+        got = answers(slotted, asked)
+        assert [ids for ids, _ in got] == [ids for ids, _ in want]
+        ends = [end for _, end in got]
+        # some were rejected and some stood, in every kind of request
+        assert all(0 < end.accepted_tokens < end.drafted_tokens for end in ends)
+        assert slotted._runner is not None and slotted._cost._sums
+        longer = [
+            replace(
+                request,
+                prompt_ids=(*request.prompt_ids, *ids, 3, 4),
+                sampling=SamplingParams(max_tokens=9, temperature=0.0),
+            )
+            for request, (ids, _) in zip(asked, want, strict=True)
+        ]
+        want, got = answers(plain, longer), answers(slotted, longer)
+        assert [ids for ids, _ in got] == [ids for ids, _ in want]
+        assert {end.resume for _, end in got} == {end.resume for _, end in want}
+    finally:
+        plain.close()
+        if slotted is not None:
+            slotted.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_in_slots_is_the_round_alone(draft: Draft, temperature: float) -> None:
+    """The same proposals for sequences in slots and for one that has none."""
+    model = draft.target
+    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype)
+    runner = DecodeRunner(model, cache, max_rows=2, max_context=2048, capture=False, draft=draft)
+    asked = []
+    for length in (3, 40, 127):
+        ids = prompt(length, length)
+        state = model.new_state()
+        model.prefill(state, torch.tensor(ids))
+        asked.append((state, (*ids, 9)))
+
+    def propose(drafter: ModelDrafter) -> list[Proposal]:
+        return drafter.propose(
+            [
+                DraftRequest(
+                    state=state,
+                    tokens=tokens,
+                    sampling=SamplingParams(temperature=temperature),
+                    limit=4,
+                    generator=torch.Generator().manual_seed(2),
+                )
+                for state, tokens in asked
+            ]
+        )
+
+    want, got = propose(ModelDrafter(draft)), propose(ModelDrafter(draft, None, runner))
+    assert [one.ids for one in got] == [one.ids for one in want] and {len(one.ids) for one in got} == {4}
+    for one, other in zip(got, want, strict=True):
+        assert one.confidence is not None and one.confidence == pytest.approx(other.confidence, abs=1e-4)
+        assert (one.probs is None) == (temperature == 0)
+    assert runner.fitting([state for state, _ in asked]) == [0, 1]
 
 
 def test_a_sequence_that_is_set_aside_comes_back(model: Transformer) -> None:
@@ -200,10 +312,10 @@ def test_captured_steps_equal_single_ones(dtype: torch.dtype) -> None:
         step = []
         for member in members:
             sampler = Sampler(SamplingParams(temperature=0.0))
-            step.append(Row(*rows[member], generator.randrange(500), sampler))
+            step.append(Row(*rows[member], [generator.randrange(500)], sampler))
         chosen, logits_TV = runner.step(step)
         for place, member in enumerate(members):
-            want_V = model.decode(plain[member], torch.tensor([step[place].token_id], device="cuda"))[-1]
+            want_V = model.decode(plain[member], torch.tensor(step[place].ids, device="cuda"))[-1]
             errors.append(float((logits_TV[place] - want_V).norm() / want_V.norm()))
             assert chosen[place] == int(logits_TV[place].argmax())
     # a rounding to FP4 or FP8 that falls the other way moves all that follows it, so one row may be far off

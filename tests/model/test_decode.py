@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cedar.cache.layout import PageLayout
 from cedar.cache.manager import CacheManager, Lease, Plan
-from cedar.config.model import ModelConfig
 from cedar.config import presets
+from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
@@ -93,9 +93,7 @@ class Rig:
     def verify(self, lines: list[list[int]], *, idle: int = 0, context: int = 512) -> Tensor:
         """A row for each of these tokens, slot by slot."""
         slots = [slot for slot, line in enumerate(lines) for _ in line]
-        places = [
-            state.num_tokens + n for state, line in zip(self.paged, lines, strict=True) for n in range(len(line))
-        ]
+        places = [state.num_tokens + n for state, line in zip(self.paged, lines, strict=True) for n in range(len(line))]
         slot_T = torch.tensor([*slots, *[self.slots.num_slots] * idle])
         position_T = torch.tensor([*places, *[0] * idle])
         step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=context)
