@@ -141,8 +141,8 @@ class Pace:
 
     # a step in so many goes the other way, to see whether that still holds
     _PROBE = 64
-    # steps of each kind before the two are compared
-    _FIRST = 3
+    # steps of each kind before the two are compared, and how often the other way is taken until then
+    _FIRST, _FIRST_PROBE = 3, 8
     _KEEP = 0.9
 
     def __init__(self) -> None:
@@ -153,13 +153,24 @@ class Pace:
     def drafts(self, num_sequences: int) -> bool:
         """Whether the next step should draft."""
         bucket = num_sequences.bit_length()
-        without, with_drafts = (self._seen.get((bucket, drafted), (0, 0.0, 1.0)) for drafted in (False, True))
-        if min(without[0], with_drafts[0]) < self._FIRST:
+        known = [other for other in {bucket for bucket, _ in self._seen} if self._is_known(other)]
+        if not known:
+            without, with_drafts = self._of(bucket)
             # a few of each, drafting first: it is what the draft is for
             return with_drafts[0] <= without[0]
-        self._turn += 1
+        # until a number of sequences has shown its own, the nearest one's counts
+        without, with_drafts = self._of(min(known, key=lambda other: (abs(other - bucket), other)))
         faster = with_drafts[1] * without[2] >= without[1] * with_drafts[2]
-        return faster != (self._turn % self._PROBE == 0)
+        self._turn += 1
+        return faster != (self._turn % (self._PROBE if bucket in known else self._FIRST_PROBE) == 0)
+
+    def _of(self, bucket: int) -> tuple[tuple[int, float, float], tuple[int, float, float]]:
+        """(steps, tokens, seconds) without drafts and with them."""
+        none = 0, 0.0, 1.0
+        return self._seen.get((bucket, False), none), self._seen.get((bucket, True), none)
+
+    def _is_known(self, bucket: int) -> bool:
+        return min(steps for steps, _, _ in self._of(bucket)) >= self._FIRST
 
     def note(self, num_sequences: int, drafted: bool, tokens: int, seconds: float) -> None:
         """A step of so many sequences gave so many tokens."""

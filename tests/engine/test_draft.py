@@ -351,3 +351,6 @@ def test_drafting_goes_on_where_it_was_faster() -> None:
         asked.append(pace.drafts(16))
         pace.note(16, asked[-1], 18 if asked[-1] else 16, 0.10 if asked[-1] else 0.06)
     assert 0 < sum(asked[30:]) / len(asked[30:]) < 0.1
+    # another number of sequences begins with the nearest one's verdict, and looks for itself now and then
+    assert sum(pace.drafts(9) for _ in range(16)) == 2
+    assert sum(pace.drafts(2) for _ in range(16)) == 14
