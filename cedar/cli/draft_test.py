@@ -37,7 +37,7 @@ STORIES = (
     "Nobody knew where the boy had gone.",
     "The door was opened by a tall woman who",
 )
-TEMPLATES = (
+LINES = (
     "- the red fox\n" * 3,
     "The key is in the barn.\n" * 3,
     "Anna went to the mill and Tom stayed at home.\n" * 3,
@@ -47,6 +47,18 @@ TEMPLATES = (
     "Sam said to Kate: come to the river with me.\n" * 2,
     "Ben has a blue drum.\nIda has a white cup.\n" * 2,
 )
+_CLASSES = (
+    ("Train", "speed, name, weight, owner"),
+    ("Garden", "width, height, color, name"),
+    ("Bridge", "name, owner, weight, price"),
+    ("Clock", "color, price, height, speed"),
+    ("Coat", "owner, speed, color, weight"),
+    ("Tower", "height, width, owner, price"),
+    ("Lamp", "price, color, width, name"),
+    ("Ship", "weight, width, speed, height"),
+)
+# the head of a small class, after which every line is determined
+TEMPLATES = tuple(f"class {name}:\n    def __init__(self, {fields}):\n" for name, fields in _CLASSES)
 
 
 class _All:
@@ -94,7 +106,7 @@ class _Run:
 
 
 def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
-    """Tokens a second of each mode, acceptance on stories and templates, and whether the answers are the same.
+    """Tokens a second of each mode, acceptance by kind of text, and whether the answers are the same.
 
     Returns:
         `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all
@@ -107,7 +119,7 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
         raise ConfigError(f"the model {files.name} has no draft (num_nextn_predict_layers is 0)")
     prompts = {
         kind: [[files.tokenizer.special[BOS], *files.tokenizer.encode(text)] for text in texts]
-        for kind, texts in (("stories", STORIES), ("templates", TEMPLATES))
+        for kind, texts in (("stories", STORIES), ("templates", TEMPLATES), ("lines", LINES))
     }
     engine = start_engine(files, ServeConfig(snapshot_bytes=0))
     try:
@@ -115,7 +127,7 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
         batches = [_batch(engine, prompts["stories"], plan, size) for size in plan.batches]
     finally:
         engine.close()
-    same, differing = _identity(files, [*prompts["stories"], *prompts["templates"]], plan)
+    same, differing = _identity(files, [prompt for some in prompts.values() for prompt in some], plan)
     return {
         "model": files.name,
         "device": str(engine.model.device),

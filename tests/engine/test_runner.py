@@ -321,3 +321,56 @@ def test_captured_steps_equal_single_ones(dtype: torch.dtype) -> None:
     # a rounding to FP4 or FP8 that falls the other way moves all that follows it, so one row may be far off
     assert statistics.median(errors) < (2e-2 if dtype == torch.float32 else 0.25), errors
     assert max(errors) < 0.8, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_captured_rounds_equal_single_ones(dtype: torch.dtype) -> None:
+    """Rounds of drafts and the steps that verify them, captured and op by op; a part of the rows is rejected."""
+    config = presets.with_draft(tiny(), num_blocks=2, num_routed_experts=2, markov_rank=32)
+    draft = Draft(config, random_model(config, 5, dtype).to("cuda"), device="cuda")
+    initialise(draft, 6)
+    draft.attach()
+    model = draft.target
+    cache = CacheManager(config, num_pages=64, dtype=dtype, device="cuda")
+    runner = DecodeRunner(model, cache, max_rows=4, max_context=2048, draft=draft)
+    generator = random.Random(4)
+    states, leases, plain = [], [], []
+    for length in (3, 40, 127):
+        ids_T = torch.tensor(prompt(length, length), device="cuda")
+        lease = cache.lease((), b"", Plan())
+        assert cache.reserve(lease, length + 60, 0)
+        states.append(model.new_state(make_store=cache.make_store(lease, 0)))
+        plain.append(model.new_state())
+        leases.append(lease)
+        for state in (states[-1], plain[-1]):
+            model.prefill(state, ids_T)
+    errors = []
+    for _ in range(4):
+        anchors = [generator.randrange(500) for _ in states]
+        drafted = runner.propose(list(zip(states, anchors, strict=True)))
+        assert int(drafted.ids_AG.min()) >= 0 and int(drafted.ids_AG.max()) < config.vocab_size
+        contexts, visible = zip(*(state.context() for state in plain), strict=True)
+        with torch.inference_mode():
+            want = draft(
+                torch.tensor(anchors, device="cuda"),
+                torch.tensor([state.num_tokens for state in plain], device="cuda"),
+                torch.stack(contexts).to(dtype),
+                torch.stack(visible),
+                model.rounding,
+            )
+        errors.append(float((drafted.base_AGV - want.base_AGV).norm() / want.base_AGV.norm()))
+        rows = [
+            Row(state, lease, [anchor, *ids[: generator.randrange(6)]], Sampler(SamplingParams(temperature=0.0)))
+            for state, lease, anchor, ids in zip(states, leases, anchors, drafted.ids_AG.tolist(), strict=True)
+        ]
+        _, logits_TV = runner.step(rows)
+        got = logits_TV.split([len(row.ids) for row in rows])
+        for row, logits, other in zip(rows, got, plain, strict=True):
+            want_TV = model.decode(other, torch.tensor(row.ids, device="cuda"))
+            errors.append(float((logits - want_TV).norm() / want_TV.norm()))
+            kept = other.num_tokens - generator.randrange(len(row.ids))
+            for state in (row.state, other):
+                state.roll_back(kept)
+    assert statistics.median(errors) < (2e-2 if dtype == torch.float32 else 0.25), errors
+    assert max(errors) < 0.8, errors
