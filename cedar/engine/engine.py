@@ -849,6 +849,8 @@ class Engine:
     def _draft(self, work: list[_Work], num_rows: int) -> None:
         """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
         self._drafted_s = 0.0
+        if self._runner is not None:
+            num_rows = min(num_rows, self._runner.max_step_rows - len(work))
         if self.drafter is None or num_rows <= 0:
             return
         most = self.model.config.draft.block_size

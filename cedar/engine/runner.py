@@ -34,6 +34,7 @@ from cedar.model.transformer import Transformer
 log = logging.getLogger(__name__)
 
 _FIRST_CONTEXT = 1024
+_MOST_ROWS = 512
 # rows of the staging buffer: slot, position, id, top_k as integers; temperature, top_p, min_p, uniform as floats
 _NUM_INTEGERS, _NUM_FLOATS = 4, 4
 
@@ -85,7 +86,7 @@ def unavailable(model: Transformer, cache: CacheManager | None, *, exact: bool) 
 
 
 class DecodeRunner:
-    """Decodes up to `max_rows` sequences a step.
+    """Decodes up to `max_rows` sequences a step, with drafts up to `max_step_rows` rows.
 
     Args:
         max_context: Longest sequence, in tokens.
@@ -137,7 +138,8 @@ class DecodeRunner:
         def staged(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, dtype=dtype, pin_memory=capture)
 
-        most = self._num_tokens * max_rows
+        # beyond some hundred rows the kernels for few rows give way to others
+        self.max_step_rows = most = max(max_rows, min(self._num_tokens * max_rows, _MOST_ROWS))
         self._staged, self._answers = staged((_NUM_INTEGERS + _NUM_FLOATS) * most), staged(most)
         self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
         self._drafted_ids, self._confidence = staged(most), staged(most, torch.float32)
@@ -160,8 +162,7 @@ class DecodeRunner:
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = log.info) -> None:
         """Make the graphs of every number of rows at the shortest context, telling how far it is."""
-        most = self.max_rows * self._num_tokens
-        counts = sorted({_rounded(count, most) for count in range(1, most + 1)})
+        counts = sorted({_rounded(count, self.max_step_rows) for count in range(1, self.max_step_rows + 1)})
         rounds = [] if self._draft is None else [count for count in counts if count <= self.max_rows]
         makers: list[tuple[str, Callable[[], object]]] = [
             *((f"{count} rows", partial(self._graph, count, 1, filtered=False)) for count in counts),
@@ -210,18 +211,21 @@ class DecodeRunner:
         behind a draft unless it is the likeliest that is wanted.
 
         Raises:
-            CapacityError: More rows than slots.
+            CapacityError: More sequences than slots, or more rows than a step takes.
         """
-        if len(rows) > self.max_rows:
-            raise CapacityError(f"{len(rows)} rows for {self.max_rows} slots: run them in several steps")
+        num_rows = sum(len(row.ids) for row in rows)
+        if len(rows) > self.max_rows or num_rows > self.max_step_rows:
+            raise CapacityError(
+                f"{num_rows} rows of {len(rows)} sequences for {self.max_step_rows} rows of {self.max_rows} slots: "
+                "run them in several steps"
+            )
         for row in rows:
             self._place(row)
         filtered = any(
             params.top_k or params.top_p < 1 or params.min_p for params in (row.sampler.params for row in rows)
         )
         longest = max(row.state.num_tokens + len(row.ids) for row in rows)
-        num_rows = sum(len(row.ids) for row in rows)
-        graph = self._graph(_rounded(num_rows, self.max_rows * self._num_tokens), longest, filtered=filtered)
+        graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, filtered=filtered)
         self._stage(graph, rows, num_rows)
         self._finish(graph.replay)
         for row in rows:
