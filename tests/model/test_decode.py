@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from cedar.cache.manager import CacheManager, Lease, Plan
 from cedar.config import presets
 from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
+from cedar.kernels import dispatch
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder
@@ -221,6 +224,42 @@ def test_slots_draft_what_sequences_draft(draft: Draft, seed: int) -> None:
         (got_rows, got_there), (want_rows, want_there) = paged.context(), plain.context()
         assert torch.equal(got_there, want_there)
         torch.testing.assert_close(got_rows[got_there], want_rows[want_there], rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU's choice of kernels, run in Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled where there is a GPU: tests/engine/test_runner.py runs them there")
+    monkeypatch.setitem(dispatch.ORDER, "cpu", dispatch.ORDER["cuda"])
+    dispatch._choices.cache_clear()
+    yield
+    monkeypatch.undo()
+    dispatch._choices.cache_clear()
+
+
+def test_the_kernels_of_a_gpu_draft_and_verify(interpreted: None) -> None:
+    """A round and the step that verifies it, whole, in the kernels that a GPU runs (about 30 s)."""
+    config = presets.with_draft(tiny(), num_blocks=1, num_routed_experts=2, markov_rank=32)
+    draft = Draft(config, random_model(config, 5))
+    initialise(draft, 6)
+    draft.attach()
+    model, rounding = draft.target, draft.target.rounding
+    with use_kernels("reference"):
+        rig, slot_draft = Rig(model, [5, 130], draft=draft), SlotDraft(draft)
+        anchor_A, position_A = torch.tensor([7, 8]), torch.tensor([5, 130])
+        rows, visible = zip(*(state.context() for state in rig.plain), strict=True)
+        with torch.inference_mode():
+            want = draft(anchor_A, position_A, torch.stack(rows), torch.stack(visible), rounding)
+            want_AG = draft.greedy(anchor_A, want, rounding)[0]
+    with torch.inference_mode():
+        got = slot_draft(rig.slots, torch.arange(2), position_A, anchor_A)
+    torch.testing.assert_close(got.base_AGV, want.base_AGV.to(got.base_AGV.dtype), rtol=1e-4, atol=1e-4)
+    assert torch.equal(got.ids_AG, want_AG)
+    lines = [[7, *want_AG[0, :2].tolist()], [8]]
+    logits_TV = rig.verify(lines, idle=1)
+    with use_kernels("reference"):
+        torch.testing.assert_close(logits_TV, rig.wanted_lines(lines), rtol=1e-4, atol=1e-4)
 
 
 def test_a_round_asks_the_device_nothing(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
