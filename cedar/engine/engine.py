@@ -90,7 +90,7 @@ class ModelLike(Protocol):
     def prefetch(self, ids: Several[int]) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Work:
     """What one sequence runs in a step.
 
