@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 BACKENDS: dict[str, dict[str, str]] = {
     "attention": {"reference": "attention", "cpu": "attention"},
     "masked_attention": {"reference": "attention", "triton": "masked_attention"},
-    "index_scores": {"reference": "indexer"},
+    "index_scores": {"reference": "indexer", "cpu": "indexer"},
     "gathered_index_scores": {"reference": "indexer"},
     "masked_index_scores": {"reference": "indexer", "triton": "masked_indexer"},
     "topk_mask": {"reference": "indexer", "triton": "masked_indexer"},
@@ -36,7 +36,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "paged_attention": {"reference": "attention", "triton": "paged_attention"},
     "paged_index_scores": {"reference": "indexer", "triton": "paged_indexer"},
     "paged_pool_scores": {"reference": "indexer", "triton": "paged_indexer"},
-    "top_entries": {"reference": "indexer", "triton": "topk"},
+    "top_entries": {"reference": "indexer", "cpu": "indexer", "triton": "topk"},
     "top_members": {"reference": "indexer", "triton": "topk"},
     "store_rows": {"reference": "pages", "triton": "pages"},
     "locate": {"reference": "pages", "triton": "locate"},

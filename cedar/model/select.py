@@ -72,8 +72,7 @@ def select_rows(
         candidate_TP = _pool_members(pool_TN, config.candidate_block_size, config.candidate_topk_blocks)
         candidate_TP = candidate_TP.masked_fill(candidate_TP >= visible_T.unsqueeze(-1), -1)
         score_TP = indexer_ops.gathered_index_scores(query_THI, weight_TH, keys.gather(candidate_TP))
-        chosen_TP = indexer_ops.topk_mask(score_TP.masked_fill(candidate_TP < 0, -torch.inf), k)
-        place_TK = indexer_ops.mask_to_index(chosen_TP, k)
+        place_TK = indexer_ops.top_entries(score_TP.masked_fill(candidate_TP < 0, -torch.inf), k)
         selection_TK = candidate_TP.gather(-1, place_TK.clamp(min=0)).masked_fill(place_TK < 0, -1)
         return SharedKV(selection_TK, pool_TN)
     score_TE = indexer_ops.index_scores(query_THI, weight_TH, keys.all()[:num_entries])
@@ -81,7 +80,7 @@ def select_rows(
         score_TE = torch.rand_like(score_TE)
     entry_E = torch.arange(num_entries, device=score_TE.device)
     score_TE = score_TE.masked_fill(entry_E >= visible_T.unsqueeze(-1), -torch.inf)
-    selection_TK = indexer_ops.mask_to_index(indexer_ops.topk_mask(score_TE, k), k)
+    selection_TK = indexer_ops.top_entries(score_TE, k)
     if make_pool:
         pool_TN = indexer_ops.candidate_blocks(
             score_TE,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cedar.errors import KernelUnavailable, ShapeError
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
-from cedar.kernels import attention, dense, dispatch, experts, mhc, quantize
+from cedar.kernels import attention, dense, dispatch, experts, indexer, mhc, quantize
 from cedar.kernels.dispatch import BACKENDS, deterministic, explain, select, use_kernels
 
 
@@ -93,6 +93,19 @@ def _experts(rows: int) -> Callable[[], Any]:
 
 # the most rows that a compiled op takes; deterministic mode's blocks are larger, so they never mix backends
 LIMITS = {"experts": 4, "linear": 2}
+
+
+def _index_scores(rows: int) -> Callable[[], Any]:
+    query, u, keys = torch.randn(rows, 5, 32), torch.randn(rows, 5), torch.randn(300, 32)
+    return lambda: indexer.index_scores(query, u, keys)
+
+
+def _top_entries(rows: int) -> Callable[[], Any]:
+    # every third value again, so that ties decide
+    x = torch.randint(0, 40, (rows, 200)).float()
+    return lambda: indexer.top_entries(x, 9)
+
+
 CASES: dict[str, Callable[[int], Callable[[], Any]]] = {
     "mix_coefficients": _mix,
     "collapse": _collapse,
@@ -104,7 +117,44 @@ CASES: dict[str, Callable[[int], Callable[[], Any]]] = {
     "attention": _attention,
     "route": _route,
     "experts": _experts,
+    "index_scores": _index_scores,
+    "top_entries": _top_entries,
 }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("entries", "heads", "channels"), [(1, 1, 32), (63, 3, 32), (65, 8, 32), (3000, 5, 96)])
+def test_index_scores_of_a_long_prompt(entries: int, heads: int, channels: int, threads: int) -> None:
+    """Any number of entries; the bits of one do not depend on how many there are, nor on who shares the rows."""
+    query, weight, keys = torch.randn(130, heads, channels), torch.randn(130, heads), torch.randn(entries, channels)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = indexer.index_scores(query, weight, keys)
+    finally:
+        torch.set_num_threads(before)
+    with use_kernels("reference"):
+        want = indexer.index_scores(query, weight, keys)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * channels**0.5)
+    if backends("index_scores"):
+        assert torch.equal(indexer.index_scores(query[7:8], weight[7:8], keys), got[7:8])
+        assert torch.equal(indexer.index_scores(query, weight, keys[: entries // 2]), got[:, : entries // 2])
+
+
+@pytest.mark.parametrize("k", [1, 7, 64, 5000])
+def test_the_largest_scores_are_the_same_ones(k: int) -> None:
+    """Ties to the lower column, zeros of both signs equal, -inf never, and rows with too few."""
+    score = torch.randn(40, 3000)
+    score[:10] = torch.randint(-3, 3, (10, 3000)).float()
+    score[5, ::3] *= -0.0
+    score[10:20] = score[10:20].masked_fill(torch.rand(10, 3000) < 0.99, -torch.inf)
+    score[20] = -torch.inf
+    score[21] = 1e-40 * torch.arange(3000)
+    score[22, 100:], score[23, 7] = -torch.inf, torch.inf
+    for rows in (score, score[:, :50], score[:, 1:70]):
+        with use_kernels("reference"):
+            want = indexer.top_entries(rows, k)
+        assert torch.equal(indexer.top_entries(rows, k), want)
 
 
 def _as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_STREAMS 8
 #define MAX_KEYS 4096
+#define MAX_INDEX_CHANNELS 256
 
 static float bits_to_float(uint32_t bits) {
     float value;
@@ -213,6 +214,96 @@ EXPORT int attention(const float *query, const float *window, const uint8_t *win
         entry_visible += num_entries;
     }
     return 0;
+}
+
+/* ---- indexer --------------------------------------------------------------------------------------------- */
+
+typedef float lanes __attribute__((vector_size(64)));
+typedef int32_t lane_bits __attribute__((vector_size(64)));
+#define LANES 16
+#define VECTORS 4
+#define TILE (LANES * VECTORS)
+
+/* what is not below zero; NaN stays */
+static lanes positive(lanes x) { return (lanes)((lane_bits)x & ~(x < (lanes){0})); }
+
+/* a tile of entries side by side, so that an entry's sum has one order however many there are; two heads at once */
+EXPORT void index_scores(const float *query, const float *weight, const float *key, float *out, int64_t rows,
+                         int64_t heads, int64_t channels, int64_t entries) {
+    lanes tile[MAX_INDEX_CHANNELS * VECTORS];
+    for (int64_t first = 0; first < entries; first += TILE) {
+        const int64_t count = entries - first < TILE ? entries - first : TILE;
+        float *flat = (float *)tile;
+        if (count < TILE) memset(flat, 0, (size_t)(channels * TILE) * sizeof(float));
+        for (int64_t e = 0; e < count; e++)
+            for (int64_t i = 0; i < channels; i++) flat[i * TILE + e] = key[(first + e) * channels + i];
+        for (int64_t t = 0; t < rows; t++) {
+            lanes total[VECTORS] = {{0}};
+            const float *q = query + t * heads * channels, *w = weight + t * heads;
+            int64_t h = 0;
+            for (; h + 2 <= heads; h += 2, q += 2 * channels) {
+                lanes a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0}, b0 = {0}, b1 = {0}, b2 = {0}, b3 = {0};
+                for (int64_t i = 0; i < channels; i++) {
+                    const lanes *k = tile + i * VECTORS;
+                    const float qa = q[i], qb = q[channels + i];
+                    a0 += qa * k[0], a1 += qa * k[1], a2 += qa * k[2], a3 += qa * k[3];
+                    b0 += qb * k[0], b1 += qb * k[1], b2 += qb * k[2], b3 += qb * k[3];
+                }
+                total[0] += positive(a0) * w[h], total[1] += positive(a1) * w[h];
+                total[2] += positive(a2) * w[h], total[3] += positive(a3) * w[h];
+                total[0] += positive(b0) * w[h + 1], total[1] += positive(b1) * w[h + 1];
+                total[2] += positive(b2) * w[h + 1], total[3] += positive(b3) * w[h + 1];
+            }
+            for (; h < heads; h++, q += channels)
+                for (int v = 0; v < VECTORS; v++) {
+                    lanes a = {0};
+                    for (int64_t i = 0; i < channels; i++) a += q[i] * tile[i * VECTORS + v];
+                    total[v] += positive(a) * w[h];
+                }
+            memcpy(out + t * entries + first, total, (size_t)count * sizeof(float));
+        }
+    }
+}
+
+/* larger floats have larger keys; -0 equals +0 */
+static uint32_t float_key(float x) {
+    uint32_t bits = float_to_bits(x + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* the columns of the k largest scores above -inf, ascending; ties go to the lower column, -1 where there are fewer.
+   scratch: `entries` keys */
+EXPORT void top_entries(const float *score, int64_t *index, uint32_t *scratch, int64_t rows, int64_t entries, int64_t k) {
+    static const int shifts[] = {20, 8, 0}, widths[] = {12, 12, 8};
+    const uint32_t least = float_key(-INFINITY);
+    for (int64_t t = 0; t < rows; t++, score += entries, index += k) {
+        int64_t above = 0;
+        for (int64_t e = 0; e < entries; e++) {
+            scratch[e] = float_key(score[e]);
+            above += scratch[e] > least;
+        }
+        /* the k-th largest key, some bits at a time; 0 takes every finite score */
+        uint32_t cut = 0;
+        int64_t ties = 0;
+        if (above > k) {
+            int64_t wanted = k;
+            for (int step = 0; step < 3; step++) {
+                uint32_t counts[4096] = {0};
+                const int shift = shifts[step], width = widths[step];
+                const uint32_t mask = (1u << width) - 1, known = step ? ~0u << (shift + width) : 0;
+                for (int64_t e = 0; e < entries; e++)
+                    if ((scratch[e] & known) == cut) counts[(scratch[e] >> shift) & mask]++;
+                uint32_t bucket = mask;
+                while (counts[bucket] < wanted) wanted -= counts[bucket--];
+                cut |= bucket << shift;
+            }
+            ties = wanted;
+        }
+        int64_t taken = 0;
+        for (int64_t e = 0; e < entries && taken < k; e++)
+            if (scratch[e] > least && (scratch[e] > cut || (scratch[e] == cut && ties-- > 0))) index[taken++] = e;
+        while (taken < k) index[taken++] = -1;
+    }
 }
 
 /* ---- experts ---------------------------------------------------------------------------------------------- */
