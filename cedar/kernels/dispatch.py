@@ -29,7 +29,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "attention": {"reference": "attention", "cpu": "attention"},
     "masked_attention": {"reference": "attention", "triton": "masked_attention"},
     "index_scores": {"reference": "indexer", "cpu": "indexer"},
-    "gathered_index_scores": {"reference": "indexer"},
+    "gathered_index_scores": {"reference": "indexer", "cpu": "indexer"},
     "masked_index_scores": {"reference": "indexer", "triton": "masked_indexer"},
     "topk_mask": {"reference": "indexer", "triton": "masked_indexer"},
     "index_divergence": {"reference": "indexer", "triton": "masked_indexer"},

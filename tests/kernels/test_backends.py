@@ -100,6 +100,11 @@ def _index_scores(rows: int) -> Callable[[], Any]:
     return lambda: indexer.index_scores(query, u, keys)
 
 
+def _gathered_index_scores(rows: int) -> Callable[[], Any]:
+    query, u, entries = torch.randn(rows, 5, 32), torch.randn(rows, 5), torch.randn(rows, 90, 32)
+    return lambda: indexer.gathered_index_scores(query, u, entries)
+
+
 def _top_entries(rows: int) -> Callable[[], Any]:
     # every third value again, so that ties decide
     x = torch.randint(0, 40, (rows, 200)).float()
@@ -118,6 +123,7 @@ CASES: dict[str, Callable[[int], Callable[[], Any]]] = {
     "route": _route,
     "experts": _experts,
     "index_scores": _index_scores,
+    "gathered_index_scores": _gathered_index_scores,
     "top_entries": _top_entries,
 }
 
@@ -139,6 +145,9 @@ def test_index_scores_of_a_long_prompt(entries: int, heads: int, channels: int, 
     if backends("index_scores"):
         assert torch.equal(indexer.index_scores(query[7:8], weight[7:8], keys), got[7:8])
         assert torch.equal(indexer.index_scores(query, weight, keys[: entries // 2]), got[:, : entries // 2])
+        # a row that gathers its keys gets the same bits
+        own = keys.expand(3, -1, -1)
+        assert torch.equal(indexer.gathered_index_scores(query[:3], weight[:3], own), got[:3])
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 5000])

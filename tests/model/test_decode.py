@@ -262,37 +262,42 @@ def test_the_kernels_of_a_gpu_draft_and_verify(interpreted: None) -> None:
         torch.testing.assert_close(logits_TV, rig.wanted_lines(lines), rtol=1e-4, atol=1e-4)
 
 
-def test_a_round_asks_the_device_nothing(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_expert_loop")
+def test_a_round_asks_the_device_nothing(draft: Draft) -> None:
     rig, slot_draft = Rig(draft.target, [9, 40], draft=draft), SlotDraft(draft)
-    _without_expert_loop(monkeypatch)
     slot_A = torch.tensor([0, 1, 2])
     with use_kernels("reference"), NoSynchronisation(), torch.inference_mode():
         rig.verify([[1, 2, 3], [4]])
         slot_draft(rig.slots, slot_A, torch.tensor([12, 41, 0]), slot_A + 5)
 
 
-def test_a_step_asks_the_device_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_expert_loop")
+def test_a_step_asks_the_device_nothing(model: Transformer) -> None:
     rig = Rig(model, [9, 40], num_slots=3)
-    # the reference loops over experts by asking who is hit; on a GPU sorted rows take its place
-    _without_expert_loop(monkeypatch)
     with use_kernels("reference"), NoSynchronisation():
         rig.step([1, 2], idle=1)
 
 
-def test_a_chunk_of_a_prompt_asks_the_device_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_expert_loop")
+def test_a_chunk_of_a_prompt_asks_the_device_nothing(model: Transformer) -> None:
     rig = Rig(model, [9], num_slots=1)
     state = model.new_state(make_store=rig.cache.make_store(rig.leases[0], 0))
     ids_T = torch.arange(60)
-    _without_expert_loop(monkeypatch)
     with use_kernels("reference"), NoSynchronisation():
         model.prefill(state, ids_T[:40], prompt_tokens=60)
         model.prefill(state, ids_T[40:], prompt_tokens=60)
 
 
-def _without_expert_loop(patch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_expert_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference loops over experts by asking who is hit; on a GPU sorted rows take its place."""
     from cedar.kernels.reference import experts as reference
 
     def experts(u_TD: Tensor, *rest: object) -> Tensor:
         return u_TD.float()
 
-    patch.setattr(reference, "experts", experts)
+    monkeypatch.setattr(reference, "experts", experts)
+    # what was chosen is remembered, for those who come after too
+    dispatch._choices.cache_clear()
+    yield
+    dispatch._choices.cache_clear()

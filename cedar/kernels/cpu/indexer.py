@@ -15,9 +15,9 @@ from torch import Tensor
 from cedar.kernels.cpu import native
 from cedar.kernels.cpu.native import unavailable
 
-__all__ = ["FORWARD_ONLY", "fits", "index_scores", "top_entries", "unavailable"]
+__all__ = ["FORWARD_ONLY", "fits", "gathered_index_scores", "index_scores", "top_entries", "unavailable"]
 
-FORWARD_ONLY = ("index_scores", "top_entries")
+FORWARD_ONLY = ("index_scores", "gathered_index_scores", "top_entries")
 # a row of keys lies on the C stack, tile by tile
 _MAX_CHANNELS = 256
 # multiplications and comparisons that are worth a second thread
@@ -31,17 +31,25 @@ def fits(op: str, first: Tensor, *others: Tensor) -> bool:
 
 
 def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
-    query_THI, weight_TH, key_EI = native.rows(query_THI), native.rows(weight_TH), native.rows(key_EI)
+    return _scores("index_scores", query_THI, weight_TH, native.rows(key_EI))
+
+
+def gathered_index_scores(query_THI: Tensor, weight_TH: Tensor, key_TEI: Tensor) -> Tensor:
+    return _scores("gathered_index_scores", query_THI, weight_TH, native.rows(key_TEI))
+
+
+def _scores(name: str, query_THI: Tensor, weight_TH: Tensor, keys: Tensor) -> Tensor:
+    query_THI, weight_TH = native.rows(query_THI), native.rows(weight_TH)
     num_rows, num_heads, channels = query_THI.shape
-    num_entries = key_EI.shape[0]
+    num_entries = keys.shape[-2]
     score_TE = torch.empty(num_rows, num_entries)
-    run = native.function("index_scores", "ppppllll")
+    run = native.function(name, "ppppllll")
 
     def some(start: int, stop: int) -> None:
         run(
             query_THI[start:].data_ptr(),
             weight_TH[start:].data_ptr(),
-            key_EI.data_ptr(),
+            (keys if keys.dim() == 2 else keys[start:]).data_ptr(),
             score_TE[start:].data_ptr(),
             stop - start,
             num_heads,

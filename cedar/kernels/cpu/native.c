@@ -265,6 +265,14 @@ EXPORT void index_scores(const float *query, const float *weight, const float *k
     }
 }
 
+/* the same sums where each row has keys of its own */
+EXPORT void gathered_index_scores(const float *query, const float *weight, const float *key, float *out, int64_t rows,
+                                  int64_t heads, int64_t channels, int64_t entries) {
+    for (int64_t t = 0; t < rows; t++)
+        index_scores(query + t * heads * channels, weight + t * heads, key + t * entries * channels, out + t * entries, 1,
+                     heads, channels, entries);
+}
+
 /* larger floats have larger keys; -0 equals +0 */
 static uint32_t float_key(float x) {
     uint32_t bits = float_to_bits(x + 0.0f);
