@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -158,6 +159,8 @@ class Engine:
         self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
         self._last_tokens_s = self._rows_s = 0.0
+        # exact mode keeps one number of threads: nobody has shown that bits do not depend on it
+        self._threads = 1 if self.exact or model.device.type != "cpu" else torch.get_num_threads()
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="cedar-engine", daemon=True)
@@ -708,8 +711,10 @@ class Engine:
                 one.mark = one.sequence.state.mark()
         self._read_ahead(work)
         began = time.monotonic()
+        few = all(one.sequence.status is Status.DECODE for one in work)
         try:
-            logits = self.model.step([self._part(one) for one in work])
+            with self._few_rows() if few else nullcontext():
+                logits = self.model.step([self._part(one) for one in work])
         except Exception as error:  # whose fault it is shows when each runs alone
             self._take_apart(work, error)
             return
@@ -723,6 +728,18 @@ class Engine:
         if decodes:
             # steps with chunks of prompts tell nothing of what a draft's row costs
             self._note_drafts(work, before, seconds)
+
+    @contextmanager
+    def _few_rows(self) -> Iterator[None]:
+        """On a CPU one thread: sharing out the work of a few rows costs more than the work."""
+        if self._threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
     def _note_drafts(self, work: list[_Work], before: list[int], seconds: float) -> None:
         """Learn what drafts cost and bring, from a step of generated tokens alone."""
@@ -877,7 +894,8 @@ class Engine:
                 )
             )
         try:
-            proposals = self.drafter.propose(asked)
+            with self._few_rows():
+                proposals = self.drafter.propose(asked)
             for proposal in proposals:
                 if proposal.ids and not 0 <= min(proposal.ids) <= max(proposal.ids) < self.model.config.vocab_size:
                     raise ShapeError(f"a drafter proposed ids outside the vocabulary: {proposal.ids}")
