@@ -37,7 +37,7 @@ STORIES = (
     "Nobody knew where the boy had gone.",
     "The door was opened by a tall woman who",
 )
-LINES = (
+TEMPLATES = (
     "- the red fox\n" * 3,
     "The key is in the barn.\n" * 3,
     "Anna went to the mill and Tom stayed at home.\n" * 3,
@@ -58,7 +58,7 @@ _CLASSES = (
     ("Ship", "weight, width, speed, height"),
 )
 # the head of a small class, after which every line is determined
-TEMPLATES = tuple(f"class {name}:\n    def __init__(self, {fields}):\n" for name, fields in _CLASSES)
+CODE = tuple(f"class {name}:\n    def __init__(self, {fields}):\n" for name, fields in _CLASSES)
 
 
 class _All:
@@ -106,7 +106,7 @@ class _Run:
 
 
 def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
-    """Tokens a second of each mode, acceptance by kind of text, and whether the answers are the same.
+    """Tokens a second of each mode, acceptance by the kinds of the card, and whether the answers are the same.
 
     Returns:
         `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all
@@ -119,7 +119,7 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
         raise ConfigError(f"the model {files.name} has no draft (num_nextn_predict_layers is 0)")
     prompts = {
         kind: [[files.tokenizer.special[BOS], *files.tokenizer.encode(text)] for text in texts]
-        for kind, texts in (("stories", STORIES), ("templates", TEMPLATES), ("lines", LINES))
+        for kind, texts in (("stories", STORIES), ("templates", TEMPLATES), ("code", CODE))
     }
     engine = start_engine(files, ServeConfig(snapshot_bytes=0))
     try:

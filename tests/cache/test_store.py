@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from cedar.cache.store import PageStore, Record, pack_record, unpack_record
+from cedar.cache.store import Listed, PageStore, Record, pack_record, unpack_record
 from cedar.config.presets import flash
 from cedar.errors import CapacityError, FormatError
 from cedar.planner import kv
@@ -491,6 +492,42 @@ def test_a_segment_dropped_before_its_pages_are_named(tmp_path: Path, monkeypatc
     assert other.verify()[1] == 0
     mine.close()
     other.close()
+
+
+def test_a_pin_of_pages_dropped_meanwhile_pins_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found and dropped before it is pinned is not said to be pinned."""
+    mine, other = writer.open_store(tmp_path), writer.open_store(tmp_path)
+    records = writer.chain(1, 3)
+    put_all(mine, records)
+    locate = mine.locate
+
+    def then_dropped(keys: Sequence[bytes]) -> dict[bytes, Listed]:
+        found = locate(keys)
+        other.purge()
+        return found
+
+    monkeypatch.setattr(mine, "locate", then_dropped)
+    assert mine.pin([record.key for record in records]) == 0
+    mine.close()
+    other.close()
+
+
+def test_a_segment_whose_dropper_died_is_removed_by_its_writer(tmp_path: Path) -> None:
+    """Dropped from the index, killed before the file went: it must not count against the budget for ever."""
+    store = writer.open_store(tmp_path)
+    put_all(store, writer.chain(1, 2))
+    (left,) = segments(tmp_path)
+    index = sqlite3.connect(store.directory / "index.sqlite")
+    for table in ("pages", "segments"):
+        index.execute(f"DELETE FROM {table}")
+    index.commit()
+    index.close()
+    # the first finds its segment dropped and goes to the next one
+    records = writer.chain(2, 2)
+    put_all(store, records)
+    assert not left.exists() and len(segments(tmp_path)) == 1
+    assert [store.get(record.key) for record in records] == records
+    store.close()
 
 
 def test_a_page_that_moved_is_not_forgotten(tmp_path: Path) -> None:

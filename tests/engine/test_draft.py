@@ -19,9 +19,8 @@ from cedar.engine.scheduler import SchedulerConfig
 from cedar.engine.speculate import DraftRequest, ModelDrafter, Pace, Proposal, StepCost, choose_widths
 from cedar.kernels.dispatch import deterministic
 from cedar.model.draft import Draft
-from cedar.model.init import initialise
 from cedar.model.sequence import SequenceState, Snapshot
-from tests.paths.random_models import random_model
+from tests.paths.random_models import random_draft
 from tests.paths.states import with_entries
 
 LENGTH = 90
@@ -30,15 +29,7 @@ Build = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def draft() -> Draft:
-    config = presets.with_draft(presets.nano(), num_blocks=2, num_routed_experts=2, markov_rank=32)
-    draft = Draft(config, random_model(config, 5))
-    initialise(draft, 6)
-    with torch.no_grad():
-        # a head that says something, and tables whose logits count
-        draft.mtp[-1].confidence_head.proj.weight.normal_(0, 0.1)
-        draft.mtp[-1].markov_head.head.weight.normal_(0, 0.5)
-    draft.attach()
-    return draft
+    return random_draft(presets.nano())
 
 
 def ids_of(length: int, seed: int = 1) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from cedar.chat.grammar import Grammars
 from cedar.chat.tokenizer import BOS, EOS
-from cedar.cli.draft_test import LINES, STORIES, TEMPLATES, Plan, as_text, measure
+from cedar.cli.draft_test import CODE, STORIES, TEMPLATES, Plan, as_text, measure
 from cedar.config.serve import ServeConfig
 from cedar.engine.engine import Engine
 from cedar.engine.load import ModelFiles, open_model, start_engine
@@ -37,7 +37,7 @@ def engine(files: ModelFiles) -> Iterator[Engine]:
 def prompts(files: ModelFiles, count: int, seed: int) -> list[tuple[int, ...]]:
     """Some short, some of a page or more; every third begins as the one before it, so that prompts hit."""
     draw = random.Random(seed)
-    pieces = [*STORIES, *TEMPLATES, *LINES]
+    pieces = [*STORIES, *CODE, *TEMPLATES]
     made: list[tuple[int, ...]] = []
     for number in range(count):
         text = " ".join(draw.choice(pieces) for _ in range(draw.choice([1, 2, 6, 14])))

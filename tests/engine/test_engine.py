@@ -64,6 +64,25 @@ def test_prompts_run_in_chunks_with_progress(
     assert tokens(events)[0] == num_prompt
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_generated_tokens_run_on_one_thread(
+    start: Start, model: FakeModel, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    """A prompt's chunks have all threads, and so has everything in exact mode."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads, run, set_now = [], model.step, [3]
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: set_now.append(number))
+
+    def step(parts: list[Any]) -> list[torch.Tensor]:
+        threads.append((parts[0].prompt_tokens is None, set_now[-1]))
+        return run(parts)
+
+    monkeypatch.setattr(model, "step", step)
+    assert tokens(list(start(exact=exact).submit(request(1, 2)))) == [3, 4, 5, 6, 7]
+    assert set(threads) == {(False, 3), (True, 3 if exact else 1)}
+    assert set_now[-1] == 3
+
+
 def test_requests_run_in_their_order(start: Start, model: FakeModel) -> None:
     model.gate.clear()
     engine, order = start(max_running=1), []

@@ -27,14 +27,13 @@ from cedar.engine.engine import Engine
 from cedar.engine.load import load_model, open_model
 from cedar.engine.request import Event, Finished, Request, SamplingParams, Token
 from cedar.engine.scheduler import SchedulerConfig
-from cedar.errors import CapacityError
 from cedar.kernels.dispatch import deterministic
 from cedar.model.batch import Part
-from cedar.model.sequence import SequenceState, Snapshot, exact_span
+from cedar.model.sequence import SequenceState, Snapshot
 from cedar.model.transformer import Transformer
 from tests.engine.drafters import Scripted
 from tests.paths.random_models import random_model
-from tests.paths.states import random_ids, run, same, visible, with_entries
+from tests.paths.states import check_exact_rebuilds, random_ids, run, same, visible, with_entries
 
 MODELS = ["random", "trained", "window 128"]
 SAMPLED = pytest.mark.parametrize(
@@ -236,22 +235,10 @@ def test_x4_an_exact_rebuild_equals_cold(model: Transformer, full: bool) -> None
         # long enough that a rebuild starts within it, whatever the window
         end = 420 if window < 128 else 800
         prompts = [(end, (130, 256, 258, end - window, end))]
-    rebuilt = 0
-    for prompt, hits in prompts:
-        ids = random_ids(model.config, prompt + 2, prompt)
-        cold = model.new_state()
-        want = run(model, cold, ids, prompt)
-        for cached in hits:
-            state = with_entries(model, cold, cached)
-            start, _ = exact_span(model.config, "bounded", cached, prompt)
-            if start <= 0:
-                with pytest.raises(CapacityError, match="start cold"):
-                    state.resume_exact(ids, cached, prompt)
-                continue
-            assert state.resume_exact(ids, cached, prompt) == start
-            assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
-            assert same(visible(state), visible(cold)), cached
-            rebuilt += 1
+    rebuilt = sum(
+        check_exact_rebuilds(model, random_ids(model.config, prompt + 2, prompt), prompt, hits)
+        for prompt, hits in prompts
+    )
     assert rebuilt > (1000 if full else 1)
 
 

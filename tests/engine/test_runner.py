@@ -23,7 +23,7 @@ from cedar.model.draft import Draft
 from cedar.model.init import initialise
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
-from tests.paths.random_models import random_model, tiny
+from tests.paths.random_models import random_draft, random_model, tiny
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,7 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def draft() -> Draft:
-    config = presets.with_draft(tiny(), num_blocks=2, num_routed_experts=2, markov_rank=32)
-    draft = Draft(config, random_model(config, 5))
-    initialise(draft, 6)
-    draft.attach()
-    return draft
+    return random_draft(tiny())
 
 
 class Corrected:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cedar.config import presets
 from cedar.config.model import ModelConfig
+from cedar.model.draft import Draft
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
 
@@ -100,3 +101,17 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.token_map.set(torch.randint(0, config.vocab_size, (config.vocab_size,), generator=generator))
     return model
+
+
+def random_draft(config: ModelConfig, *, num_blocks: int = 2) -> Draft:
+    """A draft that says something, attached to a random model of this config."""
+    config = presets.with_draft(config, num_blocks=num_blocks, num_routed_experts=2, markov_rank=32)
+    draft = Draft(config, random_model(config, 5))
+    initialise(draft, 6)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        # a head that tells tokens apart, and tables whose logits count
+        draft.mtp[-1].confidence_head.proj.weight.normal_(0, 0.1, generator=generator)
+        draft.mtp[-1].markov_head.head.weight.normal_(0, 0.5, generator=generator)
+    draft.attach()
+    return draft

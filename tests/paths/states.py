@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 import torch
 from torch import Tensor
 
 from cedar.config.model import ModelConfig
-from cedar.model.sequence import SequenceState
+from cedar.errors import CapacityError
+from cedar.model.sequence import SequenceState, exact_span
 from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
 
@@ -56,3 +60,27 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def random_ids(config: ModelConfig, length: int, seed: int) -> Tensor:
     return torch.randint(0, config.vocab_size - 8, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def check_exact_rebuilds(
+    model: Transformer, ids: Tensor, prompt: int, hits: Iterable[int], replay: DecoderReplay = "bounded"
+) -> int:
+    """Every hit's exact rebuild equals the cold prompt, or is refused where it would save nothing; how many ran.
+
+    Args:
+        ids: The prompt's and what is generated behind it.
+    """
+    cold, rebuilt = model.new_state(decoder_replay=replay), 0
+    want = run(model, cold, ids, prompt)
+    for cached in hits:
+        state = with_entries(model, cold, cached, replay)
+        start, _ = exact_span(model.config, replay, cached, prompt)
+        if start <= 0:
+            with pytest.raises(CapacityError, match="start cold"):
+                state.resume_exact(ids, cached, prompt)
+            continue
+        assert state.resume_exact(ids, cached, prompt) == start
+        assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
+        assert same(visible(state), visible(cold)), cached
+        rebuilt += 1
+    return rebuilt

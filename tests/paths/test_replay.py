@@ -16,12 +16,11 @@ from cedar.config.rounding import Rounding
 from cedar.errors import CapacityError
 from cedar.kernels.dispatch import deterministic
 from cedar.model.batch import Part
-from cedar.model.sequence import exact_span
 from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
 from tests import golden
 from tests.paths.random_models import configs, random_model
-from tests.paths.states import random_ids, run, same, visible, with_entries
+from tests.paths.states import check_exact_rebuilds, random_ids, run, same, visible, with_entries
 
 REPLAYS: list[DecoderReplay] = ["bounded", "exact20", "exact"]
 
@@ -150,20 +149,8 @@ def test_window_and_more_after_a_snapshot_equals_cold(small: Transformer, replay
 
 
 def exact_hits(model: Transformer, replay: DecoderReplay, prompt: int, hits: list[int]) -> None:
-    ids = random_ids(model.config, prompt + 4, prompt)
     with deterministic():
-        cold = model.new_state(decoder_replay=replay)
-        want = run(model, cold, ids, prompt)
-        for cached in hits:
-            state = with_entries(model, cold, cached, replay)
-            start, _ = exact_span(model.config, replay, cached, prompt)
-            if start <= 0:
-                with pytest.raises(CapacityError, match="start cold"):
-                    state.resume_exact(ids, cached, prompt)
-                continue
-            assert state.resume_exact(ids, cached, prompt) == start
-            assert torch.equal(run(model, state, ids, prompt, chunk=97), want), cached
-            assert same(visible(state), visible(cold))
+        check_exact_rebuilds(model, random_ids(model.config, prompt + 4, prompt), prompt, hits, replay)
 
 
 @pytest.mark.parametrize("replay", REPLAYS)

@@ -1,4 +1,4 @@
-/* The small-batch CPU backend: each function walks rows one by one, so a row's bits never depend on how many
+/* The CPU backend, for few rows and, in the indexer, for many: each function walks rows one by one, so a row's bits never depend on how many
  * rows run beside it. Plain C99, float32, contiguous rows; the Python modules beside this file check that.
  * Each function equals the torch lines of cedar/kernels/reference/ under the same name. */
 
