@@ -126,7 +126,8 @@ def _enter(u, inverse, gain, place, inside, normed_ptr, rounded_ptr, ROUNDED: tl
 @triton.jit
 def _weights(fn_ptr, output, channel, channels):
     """Coefficient weights of some outputs, a tensor a stream."""
-    place = fn_ptr + output[:, None] * (4 * channels) + channel[None, :]
+    # two channels a thread, as it holds the streams: nothing is moved between threads
+    place = tl.max_contiguous(fn_ptr + output[:, None] * (4 * channels) + channel[None, :], [1, 2])
     inside = (channel < channels)[None, :]
     return (
         tl.load(place, mask=inside, other=0.0),
