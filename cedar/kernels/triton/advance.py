@@ -299,7 +299,7 @@ def _tile_mixes(post_ptr, mixing_ptr, premix_ptr, row_P, known_P, FRESH: tl.cons
 
 
 @triton.jit
-def _share(
+def _share_streams(
     y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr,
     scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
     num_rows, channels, shares, span, eps, rms_eps,
@@ -357,7 +357,7 @@ def _share(
 
 
 @triton.jit
-def _join(
+def _join_shares(
     partial_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
     next_mixing_ptr, num_rows, channels, shares, mixers, slices, eps, rms_eps, norm_eps,
     ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
@@ -541,7 +541,7 @@ def _run_tiles(
         width = 4 * channels
         fn = torch.empty(2, 32, width, device=streams_TND.device, dtype=torch.bfloat16)
         _split_weights[(32, triton.cdiv(width, 1024))](sublayer.fn, fn, width, B=1024, launch_pdl=AHEAD)
-    _share[(triton.cdiv(num_rows, plan.rows), shares)](
+    _share_streams[(triton.cdiv(num_rows, plan.rows), shares)](
         y, streams_TND, old_post, old_mixing, premix_TN, fn, out_TND, normed_TD, partial,
         sublayer.scale_3, sublayer.base, premix, post, mixing,
         num_rows, channels, shares, span, sublayer.eps, sublayer.rms_eps,
@@ -554,7 +554,7 @@ def _run_tiles(
     # a thread balances a row: where all rows fill the chip anyway, many rows a program
     rows = 1 if num_rows <= _FEW_MIXES else 32
     mixers = 0 if alone else triton.cdiv(num_rows, rows)
-    _join[(mixers + num_rows * slices,)](
+    _join_shares[(mixers + num_rows * slices,)](
         partial, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD, premix, post, mixing,
         num_rows, channels, shares, mixers, slices, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
         ROUNDED=rounded, ITERATIONS=sublayer.iterations, R=rows, B=width, S=next_power_of_2(shares), num_warps=4,
