@@ -48,6 +48,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "route": {"reference": "experts", "cpu": "experts", "triton": "route"},
     "packed_experts": {"reference": "experts", "triton": "packed_experts"},
     "advance_routed": {"reference": "experts", "triton": "advance"},
+    "advance_fed": {"reference": "experts", "triton": "advance"},
     "feed": {"reference": "experts", "triton": "feed"},
     "experts": {"reference": "experts", "cpu": "experts", "cuda": "experts"},
     "mix_coefficients": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},

@@ -25,7 +25,7 @@ from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
-from cedar.kernels.experts import Router, Weights, advance_routed, feed
+from cedar.kernels.experts import Router, Weights, advance_fed
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
@@ -464,9 +464,10 @@ class DecodeLayer:
     ) -> tuple[Tensor, Entered]:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
-        entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
-        limit, round_inner = self.block.ffn.experts.limit, spec is not None
-        y_TD = feed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit=limit, round_inner=round_inner)
+        limit = self.block.ffn.experts.limit
+        entered, y_TD = advance_fed(
+            y_TD, *streams, self.experts, spec, self.router, image_T, self.feed, limit=limit
+        )
         return y_TD, entered
 
 
