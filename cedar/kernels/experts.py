@@ -154,7 +154,7 @@ def advance_fed(
     *,
     limit: float,
 ) -> tuple[Entered, Tensor]:
-    """From attention's output to the experts': `advance_routed` and `feed`, inputs and inner channels rounded to `spec`."""
+    """From attention's output to the experts': `advance_routed`, then `feed`; both round to `spec`. No gradient."""
     check.shape("advance_fed", "router", router.weight_ED, weights.w1_EID.shape[0], streams_TND.shape[-1])
     run = select("advance_fed", streams_TND, router.weight_ED, weights.w1_EID)
     return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit)

@@ -465,9 +465,7 @@ class DecodeLayer:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
         limit = self.block.ffn.experts.limit
-        entered, y_TD = advance_fed(
-            y_TD, *streams, self.experts, spec, self.router, image_T, self.feed, limit=limit
-        )
+        entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, self.router, image_T, self.feed, limit=limit)
         return y_TD, entered
 
 

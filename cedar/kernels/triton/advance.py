@@ -25,7 +25,14 @@ from cedar.kernels.triton.feed import activated, down
 from cedar.kernels.triton.few_rows import operand
 from cedar.kernels.triton.mixes import balance, logit_terms, store_gates, store_logits
 from cedar.kernels.triton.quantize import round_groups
-from cedar.kernels.triton.route import MAX_EXPERTS, choose_experts, router_biases, router_products, router_weights, weigh_experts
+from cedar.kernels.triton.route import (
+    MAX_EXPERTS,
+    choose_experts,
+    router_biases,
+    router_products,
+    router_weights,
+    weigh_experts,
+)
 
 __all__ = ["FORWARD_ONLY", "advance", "advance_fed", "advance_routed", "fits", "unavailable"]
 
@@ -179,7 +186,7 @@ def _advance(
     w1_ptr, w3_ptr, shared1_ptr, shared3_ptr, inner_ptr,
     channels, eps, rms_eps, norm_eps, num_experts, k, scaling, num_inner, limit,
     FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
-    I: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     announce()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -229,11 +236,11 @@ def _advance(
                     router_products(normed.to(tl.float32), experts), bias, row, ids_ptr, weights_ptr, score_ptr,
                     num_experts, k, scaling, E,
                 )  # fmt: skip
-        elif I:
+        elif INNER:
             # some inner channels of one expert, whose weights are read before anybody knows whether it is chosen
-            blocks = tl.cdiv(num_inner, I)
+            blocks = tl.cdiv(num_inner, INNER)
             mine = (part - 3) // blocks
-            inner = (part - 3) % blocks * I + tl.arange(0, I)
+            inner = (part - 3) % blocks * INNER + tl.arange(0, INNER)
             gate_ptr, up_ptr = shared1_ptr, shared3_ptr
             if mine < num_experts:
                 gate_ptr = w1_ptr + mine * num_inner * channels
@@ -255,7 +262,7 @@ def _advance(
             expert = tl.arange(0, E)
             share = tl.sum(tl.where(chosen & (expert == mine), share, 0.0), axis=0)
             share = tl.where(mine < num_experts, share, 1.0)
-            y = activated(gate, up, share, limit, dtype, ROUNDED, I)
+            y = activated(gate, up, share, limit, dtype, ROUNDED, INNER)
             # what an expert that is not chosen leaves there, nobody reads
             tl.store(inner_ptr + (row * (num_experts + 1) + mine) * num_inner + inner, y, mask=inner < num_inner)
 
@@ -416,7 +423,7 @@ def _join_shares(
     next_mixing_ptr, num_rows, channels, shares, mixers, slices, eps, rms_eps, norm_eps,
     ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The rows' sums over their shares: the first programs make the mixes of R rows each, the others norm B channels."""
+    """Sums over the shares: the first programs make the mixes of R rows each, the others norm B channels of a row."""
     announce()
     program, output = tl.program_id(0), tl.arange(0, 32)
     if program < mixers:
@@ -612,7 +619,7 @@ def _run(
         sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *(routing or [premix_TN] * 12),
         channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling, num_inner, limit,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
-        E=max(2, next_power_of_2(num_experts)) if routing else 0, I=_INNER if num_inner else 0, num_warps=4,
+        E=max(2, next_power_of_2(num_experts)) if routing else 0, INNER=_INNER if num_inner else 0, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
@@ -650,8 +657,8 @@ def _run_tiles(
         y, streams_TND, old_post, old_mixing, premix_TN, fn, out_TND, normed_TD, partial,
         sublayer.scale_3, sublayer.base, premix, post, mixing,
         num_rows, channels, shares, span, sublayer.eps, sublayer.rms_eps,
-        FRESH=fresh, OPERAND=kind, SPLIT=split, ITERATIONS=sublayer.iterations, ALONE=alone, ONE=span == plan.step and not split,
-        P=plan.rows, B=plan.step, STAGES=plan.stages, num_warps=plan.num_warps,
+        FRESH=fresh, OPERAND=kind, SPLIT=split, ITERATIONS=sublayer.iterations, ALONE=alone,
+        ONE=span == plan.step and not split, P=plan.rows, B=plan.step, STAGES=plan.stages, num_warps=plan.num_warps,
         launch_pdl=AHEAD,
     )  # fmt: skip
     width = min(_SLICE, next_power_of_2(channels))

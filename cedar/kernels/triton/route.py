@@ -68,9 +68,7 @@ def weigh_experts(total, bias, num_experts, k, scaling, E: tl.constexpr):
 
 
 @triton.jit
-def choose_experts(
-    total, bias, row, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling, E: tl.constexpr
-):
+def choose_experts(total, bias, row, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling, E: tl.constexpr):
     """From products to the row's experts, their weights and all scores, written."""
     expert = tl.arange(0, E)
     score, chosen, weight = weigh_experts(total, bias, num_experts, k, scaling, E)
