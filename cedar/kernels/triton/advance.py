@@ -34,12 +34,12 @@ from cedar.kernels.triton.route import (
     weigh_experts,
 )
 
-__all__ = ["FORWARD_ONLY", "advance", "advance_fed", "advance_routed", "fits", "unavailable"]
+__all__ = ["FORWARD_ONLY", "advance", "advance_fed", "advance_projected", "advance_routed", "fits", "unavailable"]
 
-FORWARD_ONLY = ("advance", "advance_routed", "advance_fed")
+FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed")
 # a thread holds the coefficients' weights of its channels
 _NARROW, _FEW_ROWS = 256, 64
-# rows and experts for which all experts' weights are read ahead, in blocks of inner channels
+# rows that take what reads them along, and experts whose weights are all read ahead, in blocks of outputs
 _MOST_FED, _FEW_EXPERTS, _INNER = 4, 16, 32
 # columns of a row's partial sums: 24 products, then the squares of the streams and of the input
 _SQUARE, _INPUT_SQUARE = tl.constexpr(24), tl.constexpr(25)
@@ -51,13 +51,15 @@ _SLICE = 1024
 
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
-    """Four streams of whole groups of 32. Routed at once: 64 rows of up to 256 channels; with the experts behind it:
-    4 rows, for which every expert's weights are read.
+    """Four streams of whole groups of 32. Routed at once: 64 rows of up to 256 channels; with a linear or the experts
+    behind it: 4 rows, for which every expert's weights are read.
     """
     num_rows, num_streams, channels = streams.shape
-    fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0 and is_half_or_float(streams, *others[1:])
+    fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0 and is_half_or_float(streams, *others)
     if op == "advance":
         return fitting
+    if op == "advance_projected":
+        return fitting and channels <= _NARROW and num_rows <= _MOST_FED and streams.dtype == others[0].dtype
     num_experts = others[0].shape[0]
     if op == "advance_fed":
         fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS and others[1].shape[1] % 32 == 0
@@ -237,34 +239,40 @@ def _advance(
                     num_experts, k, scaling, E,
                 )  # fmt: skip
         elif INNER:
-            # some inner channels of one expert, whose weights are read before anybody knows whether it is chosen
+            # some outputs of a linear of the input, or inner channels of one expert, whose weights are read before
+            # anybody knows whether it is chosen
             blocks = tl.cdiv(num_inner, INNER)
             mine = (part - 3) // blocks
             inner = (part - 3) % blocks * INNER + tl.arange(0, INNER)
-            gate_ptr, up_ptr = shared1_ptr, shared3_ptr
-            if mine < num_experts:
-                gate_ptr = w1_ptr + mine * num_inner * channels
-                up_ptr = w3_ptr + mine * num_inner * channels
             place = inner[:, None] * channels + channel[None, :]
             there = (inner < num_inner)[:, None] & inside[None, :]
-            gates = tl.load(gate_ptr + place, mask=there, other=0.0)
-            ups = tl.load(up_ptr + place, mask=there, other=0.0)
-            wait()
-            bias_ = tl.where(tl.load(image_ptr + row) != 0, biases[1], biases[0])
+            if E:
+                gate_ptr, up_ptr = shared1_ptr, shared3_ptr
+                if mine < num_experts:
+                    gate_ptr = w1_ptr + mine * num_inner * channels
+                    up_ptr = w3_ptr + mine * num_inner * channels
+                gates = tl.load(gate_ptr + place, mask=there, other=0.0)
+                ups = tl.load(up_ptr + place, mask=there, other=0.0)
+                wait()
+                bias_ = tl.where(tl.load(image_ptr + row) != 0, biases[1], biases[0])
+            else:
+                gates = tl.load(w1_ptr + place, mask=there, other=0.0)
+                wait()
             _, normed = _row_input(
                 y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype, FRESH
             )
             u = _rounded(normed, B).to(tl.float32)[None, :] if ROUNDED else normed.to(tl.float32)[None, :]
-            gate, up = tl.sum(gates.to(tl.float32) * u, axis=1), tl.sum(ups.to(tl.float32) * u, axis=1)
-            _, chosen, share = weigh_experts(
-                router_products(normed.to(tl.float32), experts), bias_, num_experts, k, scaling, E
-            )  # fmt: skip
-            expert = tl.arange(0, E)
-            share = tl.sum(tl.where(chosen & (expert == mine), share, 0.0), axis=0)
-            share = tl.where(mine < num_experts, share, 1.0)
-            y = activated(gate, up, share, limit, dtype, ROUNDED, INNER)
+            y = tl.sum(gates.to(tl.float32) * u, axis=1)
+            if E:
+                up = tl.sum(ups.to(tl.float32) * u, axis=1)
+                _, chosen, share = weigh_experts(
+                    router_products(normed.to(tl.float32), experts), bias_, num_experts, k, scaling, E
+                )
+                share = tl.sum(tl.where(chosen & (tl.arange(0, E) == mine), share, 0.0), axis=0)
+                y = activated(y, up, tl.where(mine < num_experts, share, 1.0), limit, dtype, ROUNDED, INNER)
             # what an expert that is not chosen leaves there, nobody reads
-            tl.store(inner_ptr + (row * (num_experts + 1) + mine) * num_inner + inner, y, mask=inner < num_inner)
+            place_ = (row * (num_experts + 1) + mine) * num_inner + inner
+            tl.store(inner_ptr + place_, y.to(dtype), mask=inner < num_inner)
 
 
 # any other rows
@@ -506,6 +514,24 @@ def advance(
     return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
 
 
+def advance_projected(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    weight_OD: Tensor,
+) -> tuple[Entered, Tensor]:
+    outputs = weight_OD.shape[0]
+    product_TO = streams_TND.new_empty(streams_TND.shape[0], outputs)
+    # in the places of routing and experts
+    tensors = [*[premix_TN] * 7, weight_OD.contiguous(), *[streams_TND] * 3, product_TO]
+    entered = _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, tensors, num_inner=outputs)
+    return entered, product_TO
+
+
 def advance_routed(
     y_TD: Tensor,
     streams_TND: Tensor,
@@ -582,7 +608,7 @@ def _run(
     premix_TN: Tensor,
     sublayer: Sublayer,
     spec: FormatSpec | None,
-    routing: list[Tensor] | None = None,
+    others: list[Tensor] | None = None,
     *,
     num_experts: int = 0,
     k: int = 0,
@@ -606,20 +632,20 @@ def _run(
     old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
     new_mixes = premix, post, mixing
     if channels > _NARROW or num_rows > _FEW_ROWS:
-        assert routing is None
+        assert others is None
         _run_tiles(
             y, streams_TND, old_post, old_mixing, premix_TN, sublayer, out_TND, normed_TD, rounded_TD, *new_mixes,
             fresh=fresh, rounded=spec is not None,
         )  # fmt: skip
         return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
-    # three programs a row, and one for each block of each expert's inner channels
+    # three programs a row, and one for each block of outputs, or of each expert's inner channels
     programs = 3 + (num_experts + 1) * triton.cdiv(num_inner, _INNER) if num_inner else 3
     _advance[(num_rows, programs)](
         y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
-        sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *(routing or [premix_TN] * 12),
+        sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *(others or [premix_TN] * 12),
         channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling, num_inner, limit,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
-        E=max(2, next_power_of_2(num_experts)) if routing else 0, INNER=_INNER if num_inner else 0, num_warps=4,
+        E=max(2, next_power_of_2(num_experts)) if num_experts else 0, INNER=_INNER if num_inner else 0, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
