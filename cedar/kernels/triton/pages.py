@@ -151,9 +151,9 @@ def _split_latent(
     x_ptr, query_gain_ptr, weight_ptr, query_ptr, gain_ptr, cos_ptr, sin_ptr, page_ptr, row_ptr, present_ptr,
     codes_ptr, scales_ptr, row_stride, num_latent, outputs, channels, num_angles, query_eps, eps,
     code_page, code_row, scale_page, scale_row,
-    ROUNDED: tl.constexpr, LINEAR: tl.constexpr, O: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    ROUNDED: tl.constexpr, LINEAR: tl.constexpr, P: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """A row's window key is one program's, its query latent another's; or O outputs of a linear of it each."""
+    """A row's window key is one program's, its query latent another's; or P outputs of a linear of it each."""
     announce()
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
@@ -164,7 +164,7 @@ def _split_latent(
             0, G, S, False,
         )  # fmt: skip
     else:
-        channel, output = tl.arange(0, B), (part - 1) * O + tl.arange(0, O)
+        channel, output = tl.arange(0, B), (part - 1) * P + tl.arange(0, P)
         inside = channel < num_latent
         dtype: tl.constexpr = query_ptr.dtype.element_ty
         gain = tl.load(query_gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
@@ -243,7 +243,7 @@ def split_latent(
     _split_latent[(num_rows, 1 + programs)](
         latent_TX, query_gain_Q, weight, query_TO, gain_C, cos_TR, sin_TR, page_T, row_T, present_T,
         stored.codes_PNX, stored.scales_PNG, latent_TX.stride(0), num_latent, outputs, channels, cos_TR.shape[-1],
-        query_eps, eps, *_place(stored), ROUNDED=query_spec is not None, LINEAR=weight_OQ is not None, O=_OUTPUTS,
+        query_eps, eps, *_place(stored), ROUNDED=query_spec is not None, LINEAR=weight_OQ is not None, P=_OUTPUTS,
         B=max(32, next_power_of_2(num_latent)), G=next_power_of_2(channels // 32), S=32, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
