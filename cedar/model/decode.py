@@ -25,9 +25,9 @@ from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
-from cedar.kernels.experts import Router, Weights, advance_routed, feed
-from cedar.kernels.mhc import Entered, Sublayer, advance, expand
-from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
+from cedar.kernels.experts import Router, Weights, advance_fed
+from cedar.kernels.mhc import Entered, Sublayer, advance_projected, expand
+from cedar.kernels.pages import Paged, Stored, locate, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
@@ -239,14 +239,15 @@ class DecodeStep:
             pad_token_id=config.engram.pad_token_id,
         )
 
-    def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
-        """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
+    def query(
+        self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None, weight_OQ: Tensor
+    ) -> Tensor:
+        """Keep the window keys that lie behind the query latents; returns a linear of these, normed and rounded."""
         query_norm, norm = attention.q_norm, attention.kv_norm
         window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
         places = self._slot_T, self._at.ring_T, self._at.busy_T
-        return split_latent(
-            latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
-        )
+        query = latent_TX, query_norm.weight, query_norm.eps, spec
+        return split_projected(*query, norm.weight, norm.eps, *rotation, window, *places, weight_OQ)
 
     def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
         """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
@@ -369,10 +370,11 @@ class SlotDecoder:
                 if tapped:
                     taps.append(tap_of(streams_TND))
                 streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
-            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, latent_TX = advance_projected(*streams, layer.attention, self._spec, layer.latent)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
-            y_TD, shared = self._attend(layer, step, entered, shared)
+            y_TD, shared = self._attend(layer, step, entered, latent_TX, shared)
             y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
@@ -393,14 +395,12 @@ class SlotDecoder:
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
     def _attend(
-        self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV
+        self, layer: DecodeLayer, step: DecodeStep, entered: Entered, latent_TX: Tensor, shared: SharedKV
     ) -> tuple[Tensor, SharedKV]:
         attention, plan = layer.block.attn, layer.block.plan
-        latent_TX = project(entered.rounded_TD, layer.latent)
-        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
+        query_TX = step.query(plan.layer, latent_TX, attention, self._spec, layer.query)
         if plan.writes_entries:
             self._write_entries(layer, step, entered.normed_TD)
-        query_TX = project(latent_TQ, layer.query)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
             assert plan.kv_source is not None
@@ -464,9 +464,8 @@ class DecodeLayer:
     ) -> tuple[Tensor, Entered]:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
-        entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
-        limit, round_inner = self.block.ffn.experts.limit, spec is not None
-        y_TD = feed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit=limit, round_inner=round_inner)
+        limit = self.block.ffn.experts.limit
+        entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, self.router, image_T, self.feed, limit=limit)
         return y_TD, entered
 
 
