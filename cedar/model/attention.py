@@ -36,6 +36,7 @@ class Attention(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
@@ -45,8 +46,10 @@ class Attention(nn.Module):
         # one table for the whole model, owned by the transformer
         self._rope = [rope]
 
+        quantized_device = quantized_device or device
+
         def linear(num_inputs: int, num_outputs: int) -> Linear:
-            return Linear(num_inputs, num_outputs, "fp8", device=device, dtype=dtype)
+            return Linear(num_inputs, num_outputs, "fp8", device=quantized_device, dtype=dtype)
 
         self.wq_a = linear(hidden, attention.q_lora_rank)
         self.q_norm = RMSNorm(attention.q_lora_rank, config.rms_norm_eps, device=device, dtype=dtype)
@@ -59,7 +62,13 @@ class Attention(nn.Module):
         if plan.writes_entries:
             self.compressor = Compressor(config, plan.ratio, device=device, dtype=dtype)
         if plan.selects:
-            self.indexer = Indexer(config, owns_keys=plan.writes_entries, device=device, dtype=dtype)
+            self.indexer = Indexer(
+                config,
+                owns_keys=plan.writes_entries,
+                device=device,
+                dtype=dtype,
+                quantized_device=quantized_device,
+            )
 
     def write_window(self, u_TD: Tensor, state: AttentionState) -> None:
         """Window keys of the rows: normed, rotated by the layer's table, rounded by the state."""

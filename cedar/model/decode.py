@@ -12,27 +12,28 @@ T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cedar.config.layers import LayerKind, layer_plans
 from cedar.config.model import PAGE_TOKENS, ModelConfig
+from cedar.formats.fp8 import TILE
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear
+from cedar.kernels.dense import grouped_linear, packed_linear, swiglu
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
-from cedar.kernels.experts import Router, Weights, advance_routed, feed
+from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
-from cedar.kernels.quantize import dequantize_rows, quantize_rows
+from cedar.kernels.quantize import dequantize_rows, quantize_rows, round_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
 from cedar.model.engram import Engram
-from cedar.model.layers import Linear, RMSNorm
+from cedar.model.layers import Linear, RMSNorm, Tiles
 from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
 from cedar.model.sequence import SequenceState
@@ -335,7 +336,8 @@ class DecodeStep:
 class SlotDecoder:
     """The model's layers for rows of one token each, in as few kernels as there are steps that depend on each other.
 
-    Linears that read the same rows become one; their weights become views of it, so nothing is held twice.
+    Linears that read the same rows become one; their weights become views of it, so nothing is held twice. Weights
+    that the model holds packed are read so.
 
     Args:
         model: Its weights must not be rounded on the fly (`Rounding.weights`), as no served model's are.
@@ -372,7 +374,7 @@ class SlotDecoder:
             entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
-            y_TD, shared = self._attend(layer, step, entered, shared)
+            y_TD, shared = layer.attend(step, entered, shared, self._spec)
             y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
@@ -387,20 +389,60 @@ class SlotDecoder:
             return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
         addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
         memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype, self._spec)
-        kv_TX = project(memory_TX, engram.wkv.weight)
+        kv_TX = project(memory_TX, engram.wkv.held)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
-    def _attend(
-        self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV
+
+class PackedFeed(NamedTuple):
+    """Gate, up and down of the routed experts, and of the shared one, as the checkpoint holds them."""
+
+    w1: Packed
+    w3: Packed
+    w2: Packed
+    # gate above up
+    shared13: Tiles
+    shared2: Tiles
+
+
+class DecodeLayer:
+    """A block's weights as decoding uses them, and one layer's share of a step."""
+
+    def __init__(self, block: Block) -> None:
+        attention, ffn = block.attn, block.ffn
+        self.block = block
+        self.attention = _sublayer(block.hc_attn, block.attn_norm)
+        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
+        self.latent = _joined(attention.wq_a, attention.wkv)
+        indexes = [attention.indexer.wq_b] if block.plan.selects else []
+        self.query = _joined(attention.wq_b, *indexes)
+        self.entry: Tensor | Tiles | None = None
+        if block.plan.writes_entries:
+            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
+            self.entry = _joined(attention.compressor.wkv, *gates)
+        gate = ffn.gate
+        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
+        routed, shared = ffn.experts, ffn.shared_experts
+        self.feed: Weights | PackedFeed
+        if routed.packed:
+            w1, w3, w2 = (routed.packed[name] for name in ("w1", "w3", "w2"))
+            shared13, shared2 = _joined(shared.w1, shared.w3), shared.w2.held
+            assert isinstance(shared13, Tiles) and isinstance(shared2, Tiles)
+            self.feed = PackedFeed(w1, w3, w2, shared13, shared2)
+        else:
+            self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
+
+    def attend(
+        self, step: DecodeStep, entered: Entered, shared: SharedKV, spec: FormatSpec | None
     ) -> tuple[Tensor, SharedKV]:
-        attention, plan = layer.block.attn, layer.block.plan
-        latent_TX = project(entered.rounded_TD, layer.latent)
-        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
+        """From what entered attention to its output: (that, what the next layer shares)."""
+        attention, plan = self.block.attn, self.block.plan
+        latent_TX = project(entered.rounded_TD, self.latent)
+        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, spec)
         if plan.writes_entries:
-            self._write_entries(layer, step, entered.normed_TD)
-        query_TX = project(latent_TQ, layer.query)
+            self._write_entries(step, entered.normed_TD)
+        query_TX = project(latent_TQ, self.query)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
             assert plan.kv_source is not None
@@ -417,47 +459,25 @@ class SlotDecoder:
             )
         query_THC = query_TX[:, :num_queries].unflatten(-1, (attention.num_heads, attention.head_dim))
         output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
-        return layer.join_heads(output_THC, self._spec), shared
+        return self.join_heads(output_THC, spec), shared
 
-    def _write_entries(self, layer: DecodeLayer, step: DecodeStep, normed_TD: Tensor) -> None:
-        attention, source = layer.block.attn, layer.block.plan.layer
-        assert layer.entry is not None
+    def _write_entries(self, step: DecodeStep, normed_TD: Tensor) -> None:
+        attention, source = self.block.attn, self.block.plan.layer
+        assert self.entry is not None
         compressor, indexer = attention.compressor, attention.indexer
         if compressor.ratio == 1:
-            latent_TC = project(normed_TD, layer.entry)
+            latent_TC = project(normed_TD, self.entry)
         else:
-            latent_TC = step.pool_pairs(source, project(normed_TD.float(), layer.entry), normed_TD.dtype)
+            latent_TC = step.pool_pairs(source, project(normed_TD.float(), self.entry), normed_TD.dtype)
         latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
         step.write_entries(source, "keys", project(latent_TC, indexer.wk.weight), indexer.k_norm)
-
-
-class DecodeLayer:
-    """A block's weights as decoding uses them."""
-
-    def __init__(self, block: Block) -> None:
-        attention, ffn = block.attn, block.ffn
-        self.block = block
-        self.attention = _sublayer(block.hc_attn, block.attn_norm)
-        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
-        self.latent = _joined(attention.wq_a, attention.wkv)
-        indexes = [attention.indexer.wq_b] if block.plan.selects else []
-        self.query = _joined(attention.wq_b, *indexes)
-        self.entry: Tensor | None = None
-        if block.plan.writes_entries:
-            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
-            self.entry = _joined(attention.compressor.wkv, *gates)
-        gate = ffn.gate
-        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
-        routed, shared = ffn.experts, ffn.shared_experts
-        self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
 
     def join_heads(self, output_THC: Tensor, spec: FormatSpec | None) -> Tensor:
         """The grouped output projection."""
         attention = self.block.attn
         output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
-        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
-        mixed_TR = grouped_linear(output_TGX, weight_GRX, spec).flatten(1)
-        return project(mixed_TR, attention.wo_b.weight)
+        mixed_TGR = project_groups(output_TGX, attention.wo_a.held, spec)
+        return project(mixed_TGR.flatten(1), attention.wo_b.held)
 
     def run_experts(
         self, y_TD: Tensor, entered: Entered, image_T: Tensor, spec: FormatSpec | None
@@ -465,9 +485,10 @@ class DecodeLayer:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
         entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
-        limit, round_inner = self.block.ffn.experts.limit, spec is not None
-        y_TD = feed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit=limit, round_inner=round_inner)
-        return y_TD, entered
+        chosen, limit = (entered.rounded_TD, ids_TK, weights_TK), self.block.ffn.experts.limit
+        if isinstance(self.feed, PackedFeed):
+            return feed_packed(*chosen, self.feed, limit, spec), entered
+        return feed(*chosen, self.feed, limit=limit, round_inner=spec is not None), entered
 
 
 def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
@@ -483,16 +504,48 @@ def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
     )
 
 
-def _joined(*linears: Linear) -> Tensor:
+def _joined(*linears: Linear) -> Tensor | Tiles:
     """The weights one below the other; each linear's own becomes a view of its part."""
     if len(linears) == 1:
-        return linears[0].weight
-    joined = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, joined.split([linear.weight.shape[0] for linear in linears]), strict=True):
-        linear.weight.data = part
-    return joined
+        return linears[0].held
+    sizes = [linear.weight.shape[0] for linear in linears]
+    if linears[0].codes is None:
+        joined = torch.cat([linear.weight for linear in linears])
+        for linear, part in zip(linears, joined.split(sizes), strict=True):
+            linear.weight.data = part
+        return joined
+    assert all(size % TILE == 0 for size in sizes[:-1]), f"outputs {sizes}: a weight must end where a tile does"
+    packed = [linear.held for linear in linears]
+    tiles = Tiles(torch.cat([held[0] for held in packed]), torch.cat([held[1] for held in packed]))
+    scale_sizes = [-(-size // TILE) for size in sizes]
+    for linear, *part in zip(linears, tiles.codes.split(sizes), tiles.scales.split(scale_sizes), strict=True):
+        linear.codes, linear.scale_bytes = part
+    return tiles
 
 
-def project(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def project(x_TI: Tensor, weight_OI: Tensor | Tiles) -> Tensor:
     """A linear of rows that are rounded already."""
+    if isinstance(weight_OI, Tiles):
+        return packed_linear(x_TI, *weight_OI, None)
     return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)
+
+
+def project_groups(x_TGI: Tensor, weight_XI: Tensor | Tiles, spec: FormatSpec | None) -> Tensor:
+    """Each group of channels through its part of a weight's outputs, rounded to `spec`: [T, G, O]."""
+    num_groups = x_TGI.shape[1]
+    if not isinstance(weight_XI, Tiles):
+        return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
+    groups = zip(x_TGI.unbind(1), *(plane.chunk(num_groups) for plane in weight_XI), strict=True)
+    y_TGO = torch.stack([packed_linear(x_TI, codes, scales, None) for x_TI, codes, scales in groups], dim=1)
+    return y_TGO if spec is None else round_rows(y_TGO, spec)
+
+
+def feed_packed(
+    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: PackedFeed, limit: float, spec: FormatSpec | None
+) -> Tensor:
+    """`feed` with weights as the checkpoint holds them."""
+    routed_TD = packed_experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=spec is not None)
+    gate_TI, up_TI = packed_linear(u_TD, *weights.shared13, None).chunk(2, dim=-1)
+    inner_TI = swiglu(gate_TI, up_TI, limit).to(u_TD.dtype)
+    shared_TD = packed_linear(inner_TI, *weights.shared2, spec)
+    return (routed_TD + shared_TD.float()).to(u_TD.dtype)
