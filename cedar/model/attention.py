@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from cedar.config.layers import LayerKind, LayerPlan
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
+from cedar.formats.spec import FP8
 from cedar.kernels import dense
 from cedar.model import csa2
 from cedar.model.csa2 import Compressor, Indexer
-from cedar.model.layers import Linear, RMSNorm, round_input
+from cedar.model.layers import Linear, RMSNorm, Tiles, round_input
 from cedar.model.rope import Rope
 from cedar.model.state import AttentionState, SharedKV
 
@@ -102,7 +103,11 @@ class Attention(nn.Module):
 
     def _project(self, output_THC: Tensor, rounding: Rounding) -> Tensor:
         """Each group of heads through its own block of wo_a (unrounded input), then wo_b."""
-        output_TGX = output_THC.unflatten(1, (self.num_groups, -1)).flatten(2)
+        output_TGX, held = output_THC.unflatten(1, (self.num_groups, -1)).flatten(2), self.wo_a.held
+        if isinstance(held, Tiles):
+            spec = FP8 if rounding.activations else None
+            mixed_TGR = dense.packed_grouped_linear(output_TGX, *held.groups(self.num_groups), spec)
+            return self.wo_b(mixed_TGR.flatten(1), rounding)
         weight_GRX = self.wo_a.effective_weight(rounding).unflatten(0, (self.num_groups, self.group_rank))
         groups = [dense.linear(output_TGX[:, g], weight_GRX[g]) for g in range(self.num_groups)]
         return self.wo_b(round_input(torch.cat(groups, dim=-1), rounding), rounding)

@@ -24,12 +24,12 @@ from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear, packed_linear, swiglu
+from cedar.kernels.dense import grouped_linear, packed_grouped_linear, packed_linear, swiglu
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
-from cedar.kernels.quantize import dequantize_rows, quantize_rows, round_rows
+from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
 from cedar.model.engram import Engram
@@ -533,11 +533,9 @@ def project(x_TI: Tensor, weight_OI: Tensor | Tiles) -> Tensor:
 def project_groups(x_TGI: Tensor, weight_XI: Tensor | Tiles, spec: FormatSpec | None) -> Tensor:
     """Each group of channels through its part of a weight's outputs, rounded to `spec`: [T, G, O]."""
     num_groups = x_TGI.shape[1]
-    if not isinstance(weight_XI, Tiles):
-        return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
-    groups = zip(x_TGI.unbind(1), *(plane.chunk(num_groups) for plane in weight_XI), strict=True)
-    y_TGO = torch.stack([packed_linear(x_TI, codes, scales, None) for x_TI, codes, scales in groups], dim=1)
-    return y_TGO if spec is None else round_rows(y_TGO, spec)
+    if isinstance(weight_XI, Tiles):
+        return packed_grouped_linear(x_TGI, *weight_XI.groups(num_groups), spec)
+    return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
 
 
 def feed_packed(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cedar.config.rounding import Rounding
-from cedar.formats.fp8 import dequantize_tiles, quantize_tiles
+from cedar.formats.fp8 import TILE, dequantize_tiles, quantize_tiles
 from cedar.formats.qat import fake_quantize_tiles
 from cedar.formats.spec import FP4_INDEX, FP8
 from cedar.kernels import dense
@@ -39,6 +39,11 @@ class Tiles(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+    def groups(self, count: int) -> Tiles:
+        """The same bytes as the weights of so many groups of outputs, which must end where tiles do: [G, out, in]."""
+        assert self.codes.shape[0] % (count * TILE) == 0, (self.codes.shape, count)
+        return Tiles(*(plane.unflatten(0, (count, -1)) for plane in self))
 
 
 class Linear(nn.Module):
