@@ -297,17 +297,31 @@ def test_advance_routed(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[0].mixing_TNN, want[0].mixing_TNN, **tolerance(dtype))
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "channels"),
+    [(5, 11, 96), (5, 65, 288), (19, 100, 544), release(1, 384, 5120), release(33, 384, 5120)],
+)
 @pytest.mark.parametrize("images", [True, False])
-def test_route(device: str, dtype: torch.dtype, images: bool) -> None:
-    u, weight = torch.randn(5, 96, device=device).to(dtype), torch.randn(11, 96, device=device)
-    u[4] *= 10
+def test_route(device: str, dtype: torch.dtype, images: bool, rows: int, count: int, channels: int) -> None:
+    u, weight = torch.randn(rows, channels, device=device).to(dtype), torch.randn(count, channels, device=device)
+    # a decoder holds a checkpoint's weights in its own dtype
+    weight = weight.to(dtype)
+    u[-1] *= 10
     # two experts with equal rows tie everywhere
     weight[5] = weight[2]
-    image = torch.tensor([False, True, False, True, True], device=device) if images else None
-    bias, image_bias = torch.zeros(11, device=device), torch.randn(11, device=device)
+    image = torch.rand(rows, device=device) < 0.5 if images else None
+    bias, image_bias = torch.zeros(count, device=device), torch.randn(count, device=device)
     got, want = both(lambda: experts.route(u, image, weight, bias, image_bias, 3, 1.5))
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [11, 100])
+def test_route_names_experts_for_rows_that_are_not_finite(device: str, count: int) -> None:
+    u, bias = torch.full((2, 64), torch.nan, device=device), torch.zeros(count, device=device)
+    with use_kernels("triton"):
+        ids, _, _ = experts.route(u, None, torch.ones(count, 64, device=device), bias, bias, 3, 1.5)
+    assert bool(((ids >= 0) & (ids < count)).all())
 
 
 @pytest.mark.parametrize("rounded", [True, False])
