@@ -58,6 +58,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)
 
 
+def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+    """`swiglu` of each row's two halves in x's dtype, rounded to `spec` in the same pass. No gradient."""
+    check.shape("swiglu_round", "rows", x_TX, None, x_TX.shape[-1] // 2 * 2)
+    return select("swiglu_round", x_TX)(x_TX, limit, spec)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     """`rms_norm`, then rounded to `spec` in the same pass; None leaves the norm. No gradient."""
     check.shape("norm_round", "gain", gain_I, x_TI.shape[-1])

@@ -24,7 +24,7 @@ from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear, packed_grouped_linear, packed_linear, swiglu
+from cedar.kernels.dense import grouped_linear, packed_grouped_linear, packed_linear, swiglu_round
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
@@ -422,7 +422,8 @@ class DecodeLayer:
             gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
             self.entry = _joined(attention.compressor.wkv, *gates)
         gate = ffn.gate
-        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
+        router = _narrowed(gate.weight, block.attn_norm.weight.dtype)
+        self.router = Router(router, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed: Weights | PackedFeed
         if routed.packed:
@@ -504,6 +505,12 @@ def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
     )
 
 
+def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight that the modules widen, as the checkpoint holds it; as it is where that would change it."""
+    narrow = weight.to(dtype)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+
+
 def _joined(*linears: Linear) -> Tensor | Tiles:
     """The weights one below the other; each linear's own becomes a view of its part."""
     if len(linears) == 1:
@@ -543,7 +550,7 @@ def feed_packed(
 ) -> Tensor:
     """`feed` with weights as the checkpoint holds them."""
     routed_TD = packed_experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=spec is not None)
-    gate_TI, up_TI = packed_linear(u_TD, *weights.shared13, None).chunk(2, dim=-1)
-    inner_TI = swiglu(gate_TI, up_TI, limit).to(u_TD.dtype)
-    shared_TD = packed_linear(inner_TI, *weights.shared2, spec)
-    return (routed_TD + shared_TD.float()).to(u_TD.dtype)
+    inner_TI = swiglu_round(packed_linear(u_TD, *weights.shared13, None), limit, spec)
+    shared_TD = packed_linear(inner_TI, *weights.shared2, None)
+    # summed in float32 and rounded in one kernel
+    return torch.add(routed_TD, shared_TD, out=torch.empty_like(u_TD))

@@ -35,6 +35,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)
 
 
+def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+    gate_TI, up_TI = x_TX.chunk(2, dim=-1)
+    inner_TI = ops.swiglu(gate_TI, up_TI, limit).to(x_TX.dtype)
+    return inner_TI if spec is None else round_rows(inner_TI, spec)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     normed_TI = ops.rms_norm(x_TI, gain_I, eps)
     return normed_TI if spec is None else round_rows(normed_TI, spec)

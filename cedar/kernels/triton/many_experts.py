@@ -5,6 +5,8 @@ T rows, D channels, E experts, K chosen, P rows of a tile, S shares.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -106,7 +108,7 @@ def route_many(
     tiles, blocks, steps = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, _EXPERTS), triton.cdiv(channels, _STEP)
     steps_a_share = triton.cdiv(steps, max(1, min(steps, _PROGRAMS // (tiles * blocks))))
     shares = triton.cdiv(steps, steps_a_share)
-    new = {"device": u_TD.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": u_TD.device, "dtype": torch.float32}
     partial = torch.empty(shares, num_rows, num_experts, **new)
     _router_shares[(tiles, blocks, shares)](
         u_TD, weight_ED, partial, num_rows, channels, num_experts, steps_a_share,
@@ -118,6 +120,7 @@ def route_many(
     _choose_many[(num_rows,)](
         partial, bias_E if image_T is None else image_T, bias_E, image_bias_E, ids_TK, weights_TK, score_TE, num_rows,
         num_experts, k, scaling, SHARES=shares, IMAGES=image_T is not None, E=next_power_of_2(num_experts),
-        num_warps=4, launch_pdl=AHEAD,
+        # twelve maxima one after the other: a warp needs no barrier
+        num_warps=1, launch_pdl=AHEAD,
     )  # fmt: skip
     return ids_TK, weights_TK, score_TE
