@@ -25,6 +25,13 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 @row_op(1)
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`x @ weight.T` in float32, of values as they are: neither operand is rounded to the other's dtype."""
+    check.shape("linear_float32", "weight", weight_OI, None, x_TI.shape[-1])
+    return select("linear_float32", x_TI, weight_OI)(x_TI, weight_OI)
+
+
+@row_op(1)
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     """`gain * x / sqrt(mean(x**2) + eps)` in float32, rounded once to x's dtype.
 

@@ -61,6 +61,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "look_back": {"reference": "engram", "triton": "engram"},
     "engram_memory": {"reference": "engram", "triton": "engram"},
     "linear": {"reference": "dense", "cpu": "dense"},
+    "linear_float32": {"reference": "dense", "cuda": "dense"},
     "norm_round": {"reference": "dense", "triton": "few_rows"},
     "packed_linear": {"reference": "dense", "triton": "packed_linear"},
     "packed_grouped_linear": {"reference": "dense", "triton": "packed_linear"},

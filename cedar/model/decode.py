@@ -24,7 +24,7 @@ from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear, packed_grouped_linear, packed_linear, swiglu_round
+from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
 from cedar.kernels.engram import engram_gate, engram_memory, look_back
 from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
@@ -410,19 +410,21 @@ class DecodeLayer:
     """A block's weights as decoding uses them, and one layer's share of a step."""
 
     def __init__(self, block: Block) -> None:
-        attention, ffn = block.attn, block.ffn
+        attention, ffn, dtype = block.attn, block.ffn, block.attn_norm.weight.dtype
         self.block = block
         self.attention = _sublayer(block.hc_attn, block.attn_norm)
         self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
         self.latent = _joined(attention.wq_a, attention.wkv)
         indexes = [attention.indexer.wq_b] if block.plan.selects else []
         self.query = _joined(attention.wq_b, *indexes)
-        self.entry: Tensor | Tiles | None = None
+        self.entry: Tensor | None = None
         if block.plan.writes_entries:
             gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
-            self.entry = _joined(attention.compressor.wkv, *gates)
+            entry = _joined(attention.compressor.wkv, *gates)
+            assert not isinstance(entry, Tiles), "a compressor is never quantized"
+            self.entry = _narrowed(entry, dtype)
         gate = ffn.gate
-        router = _narrowed(gate.weight, block.attn_norm.weight.dtype)
+        router = _narrowed(gate.weight, dtype)
         self.router = Router(router, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed: Weights | PackedFeed
@@ -469,7 +471,7 @@ class DecodeLayer:
         if compressor.ratio == 1:
             latent_TC = project(normed_TD, self.entry)
         else:
-            latent_TC = step.pool_pairs(source, project(normed_TD.float(), self.entry), normed_TD.dtype)
+            latent_TC = step.pool_pairs(source, linear_float32(normed_TD, self.entry), normed_TD.dtype)
         latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
         step.write_entries(source, "keys", project(latent_TC, indexer.wk.weight), indexer.k_norm)
 

@@ -16,7 +16,7 @@ from cedar.config.layers import layer_plans
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
 from cedar.errors import ShapeError
-from cedar.kernels.dense import linear
+from cedar.kernels.dense import linear_float32
 from cedar.kernels.mhc import collapse
 from cedar.model.batch import BatchStep, Part
 from cedar.model.block import Block
@@ -481,4 +481,4 @@ class Head(nn.Module):
 
     def forward(self, hidden_TD: Tensor, rounding: Rounding) -> Tensor:
         weight = rounded_weight(self.weight, "bf16") if rounding.weights else self.weight
-        return linear(hidden_TD.float(), weight.float())
+        return linear_float32(hidden_TD, weight)

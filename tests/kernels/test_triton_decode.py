@@ -324,6 +324,15 @@ def test_route_names_experts_for_rows_that_are_not_finite(device: str, count: in
     assert bool(((ids >= 0) & (ids < count)).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "outputs", "channels"), [(1, 1024, 5120), (32, 2048, 256), (3, 33, 96)])
+def test_a_product_of_halves_is_summed_and_given_in_float32(rows: int, outputs: int, channels: int) -> None:
+    x, weight = (torch.randn(n, channels, device="cuda").bfloat16() for n in (rows, outputs))
+    got, want = dense.linear_float32(x, weight), x.double() @ weight.double().T
+    assert got.dtype == torch.float32
+    assert float((got - want).norm() / want.norm()) < 1e-6
+
+
 @pytest.mark.parametrize("rounded", [True, False])
 def test_swiglu_round(device: str, dtype: torch.dtype, rounded: bool) -> None:
     # the halves of wider rows

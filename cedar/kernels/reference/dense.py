@@ -16,6 +16,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI if weight_OI.dtype == x_TI.dtype else weight_OI.to(x_TI.dtype))
 
 
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return ops.linear(x_TI.float(), weight_OI.float())
+
+
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     x32_TI = x_TI.float()
     scale_T1 = torch.rsqrt(x32_TI.square().mean(-1, keepdim=True) + eps)
