@@ -3,7 +3,7 @@
 A step of a small model is some hundred short kernels, and between two of them a GPU idles for about as long as one
 of them runs. `follow` at the top of a kernel lets the next one take its place on the chip at once and then waits
 until the one before is done, so nothing but the launch overlaps. A kernel launched with `launch_pdl=AHEAD` must call
-it before it touches memory.
+it before it touches memory; one that is short of time calls the two halves itself and reads weights between them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,21 @@ _AHEAD = tl.constexpr(AHEAD)
 
 
 @triton.jit
-def follow():
-    """Wait for the kernel before; the one behind may be launched."""
+def announce():
+    """The kernel behind may be launched."""
     if _AHEAD:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait():
+    """For the kernel before. Only what no kernel of a step writes may be read earlier: weights."""
+    if _AHEAD:
         gdc_wait()
+
+
+@triton.jit
+def follow():
+    """Wait for the kernel before; the one behind may be launched."""
+    announce()
+    wait()

@@ -28,15 +28,20 @@ def fits(op: str, u: Tensor, weight: Tensor) -> bool:
 
 
 @triton.jit
-def router_products(u, weight_ptr, channel, channels, num_experts, E: tl.constexpr):
-    """Products of some channels of one row, float32, with every expert's weight: [E]."""
+def router_weights(weight_ptr, channel, channels, num_experts, E: tl.constexpr):
+    """Every expert's weight at some channels, float32 [E, channels]."""
     expert = tl.arange(0, E)
-    w = tl.load(
+    return tl.load(
         weight_ptr + expert[:, None] * channels + channel[None, :],
         mask=(expert < num_experts)[:, None] & (channel < channels)[None, :],
         other=0.0,
     )
-    return tl.sum(w * u[None, :], axis=1)
+
+
+@triton.jit
+def router_products(u, weights):
+    """Products of some channels of one row, float32, with every expert's weight: [E]."""
+    return tl.sum(weights * u[None, :], axis=1)
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def _route(
     for start in range(0, channels, B):
         channel = start + tl.arange(0, B)
         u = tl.load(u_ptr + t * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
-        total += router_products(u, weight_ptr, channel, channels, num_experts, E)
+        total += router_products(u, router_weights(weight_ptr, channel, channels, num_experts, E))
     choose_experts(
         total, t, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling,
         IMAGES, E,
