@@ -87,3 +87,19 @@ def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSp
     check.shape("packed_linear", "codes", codes_OI, None, x_TI.shape[-1])
     check.shape("packed_linear", "scales", scales, -(-codes_OI.shape[0] // 32), -(-codes_OI.shape[1] // 32))
     return select("packed_linear", x_TI, codes_OI)(x_TI, codes_OI, scales, spec)
+
+
+def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    """`grouped_linear` with weights as the checkpoint stores them: [T, G, O]. No gradient.
+
+    Args:
+        codes_GOI: uint8 E4M3.
+        scales: uint8 E8M0, one for each tile of 32 x 32 of a group.
+        spec: What the result is rounded to for the product that reads it; None leaves it. The input stays as it is.
+
+    Source: architecture.md 3.6, 7.2.
+    """
+    num_groups, outputs, channels = codes_GOI.shape
+    check.shape("packed_grouped_linear", "codes", codes_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
+    check.shape("packed_grouped_linear", "scales", scales, num_groups, -(-outputs // 32), -(-channels // 32))
+    return select("packed_grouped_linear", x_TGI, codes_GOI)(x_TGI, codes_GOI, scales, spec)

@@ -63,6 +63,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "linear": {"reference": "dense", "cpu": "dense"},
     "norm_round": {"reference": "dense", "triton": "few_rows"},
     "packed_linear": {"reference": "dense", "triton": "packed_linear"},
+    "packed_grouped_linear": {"reference": "dense", "triton": "packed_linear"},
     "grouped_linear": {"reference": "dense", "triton": "few_rows"},
     "rms_norm": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "rotate": {"reference": "dense", "cpu": "dense", "triton": "dense"},

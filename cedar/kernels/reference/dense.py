@@ -50,3 +50,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     return ops.linear(x_TI if spec is None else round_rows(x_TI, spec), dequantize_tiles(codes_OI, scales, x_TI.dtype))
+
+
+def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    weights = [dequantize_tiles(*group, x_TGI.dtype) for group in zip(codes_GOI, scales, strict=True)]
+    return ops.grouped_linear(x_TGI, torch.stack(weights), spec)
