@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from cedar.kernels.experts import Packed
 from cedar.kernels.quantize import dequantize_rows
 
 DEVICE = "cuda"
+Built = TypeVar("Built")
 # a V4 record: 448 E4M3 and 64 bfloat16; the scales of a page (one a 64 channels, eight bytes) follow its records
 _RECORD, _SCALES, _PAGE = 576, 8, 64
 # a page is padded to whole records
@@ -233,8 +234,8 @@ class Peers:
         self._folder = folder
         self._said: set[str] = set()
 
-    def attempt(self, what: str, build: Callable[..., Peer], *arguments: Any) -> tuple[Peer, ...]:
-        """The peer alone in a tuple, or an empty one."""
+    def attempt(self, what: str, build: Callable[..., Built], *arguments: Any) -> tuple[Built, ...]:
+        """What is built alone in a tuple, or an empty one."""
         if self._folder is None:
             return ()
         try:
@@ -479,6 +480,7 @@ class Peers:
     def marlin_weights(self, stacks: tuple[Packed, Packed, Packed]) -> MarlinWeights:
         """The same experts in Marlin's order; seconds, so once for all cases."""
         w1, w3, w2 = stacks
+        self._marlin()
         num_experts = w1.codes.shape[0]
         up = torch.stack([_marlin_codes(torch.cat([w1.codes[e], w3.codes[e]])) for e in range(num_experts)])
         down = torch.stack([_marlin_codes(w2.codes[e]) for e in range(num_experts)])
@@ -521,11 +523,11 @@ class Peers:
 
         return Peer("Marlin W4A16", run, error, 2e-2)
 
-    def grouped_fp8(self, ids: Tensor, weights: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Peer:
+    def grouped_fp8(self, ids: Tensor, weights: tuple[tuple[Tensor, Tensor], ...]) -> Peer:
         """DeepGEMM's masked products of random rows, as many an expert as `ids` say: no sorting, no activation.
 
         Args:
-            weights: (codes, scales) of up and down, from `fp8_experts`.
+            weights: From `fp8_stacks`.
         """
         dg = self._deep_gemm()
         num_experts = weights[0][0].shape[0]
@@ -559,7 +561,11 @@ class Peers:
         (up, up_error), (down, down_error) = (one(*pair) for pair in weights)
         return Peer("DeepGEMM FP8, products alone", lambda: (up(), down()), lambda: max(up_error(), down_error()))
 
-    def fp8_experts(self, num_experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        """Random FP8 weights under 128 x 128 scales."""
-        codes = _random_e4m3(num_experts, outputs, inputs).view(torch.float8_e4m3fn)
-        return codes, _powers(-8, -5, num_experts, outputs // 128, inputs // 128)
+    def fp8_stacks(self, num_experts: int, hidden: int, inner: int) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Random weights of up (gate and value side by side) and down, in FP8 under 128 x 128 scales."""
+        self._deep_gemm()
+        stacks = []
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+            codes = _random_e4m3(num_experts, outputs, inputs).view(torch.float8_e4m3fn)
+            stacks.append((codes, _powers(-8, -5, num_experts, outputs // 128, inputs // 128)))
+        return tuple(stacks)
