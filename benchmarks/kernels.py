@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -891,22 +891,26 @@ def measure(arguments: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def latest(file: Path) -> dict[str, dict[str, dict[str, tuple[float, float, float | None]]]]:
-    """By op, case and peer, the newest row's (our microseconds, fraction of the limit, the peer's microseconds).
+class Shown(NamedTuple):
+    """A row as it is plotted; the peer's time is None where it did not run."""
 
-    Of a case only rows of its newest run count, so that a peer that was not run then is not compared with.
-    """
-    found: dict[str, dict[str, dict[str, tuple[float, float, float | None]]]] = {}
-    runs: dict[tuple[str, str], tuple[str, str, str]] = {}
+    us: float
+    fraction: float
+    peer_us: float | None
+
+
+def latest(file: Path) -> dict[str, dict[str, dict[str, Shown]]]:
+    """By op, case and peer: each op's rows of the last commit that measured it, so that times are of one run."""
+    found: dict[str, dict[str, dict[str, Shown]]] = {}
+    runs: dict[str, tuple[str, str]] = {}
     with file.open(newline="") as rows:
         for row in csv.DictReader(rows):
-            cases = found.setdefault(row["op"], {})
-            run = row["date"], row["commit"], row["us_median"]
-            if runs.get((row["op"], row["case"])) != run:
-                runs[row["op"], row["case"]] = run
-                cases[row["case"]] = {}
+            run = row["date"], row["commit"]
+            if runs.get(row["op"]) != run:
+                runs[row["op"]], found[row["op"]] = run, {}
             peer_us = float(row["peer_us"]) if row["peer_us"] else None
-            cases[row["case"]][row["peer"]] = float(row["us_median"]), float(row["limit_fraction"]), peer_us
+            by_peer = found[row["op"]].setdefault(row["case"], {})
+            by_peer[row["peer"]] = Shown(float(row["us_median"]), float(row["limit_fraction"]), peer_us)
     return found
 
 
@@ -919,6 +923,14 @@ def plot(arguments: argparse.Namespace) -> None:
     found = latest(arguments.csv or _RESULTS)
     ops = [op for op in OPS if op in found]
     names = sorted({peer for cases in found.values() for by_peer in cases.values() for peer in by_peer if peer})
+    ratios = [
+        part.us / part.peer_us
+        for cases in found.values()
+        for by_peer in cases.values()
+        for part in by_peer.values()
+        if part.peer_us
+    ]
+    around = min([0.5, *ratios]) / 1.3, max([2.0, *ratios]) * 1.3
     colour = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
     heights = [max(len(found[op]), 4) for op in ops]
     figure, axes = pyplot.subplots(
@@ -929,27 +941,27 @@ def plot(arguments: argparse.Namespace) -> None:
         cases = found[op]
         place = range(len(cases))
         parts = [next(iter(by_peer.values())) for by_peer in cases.values()]
-        left.barh(place, [100 * part[1] for part in parts], color="#4c78a8", height=0.7)
-        for y, (us, fraction, _) in zip(place, parts, strict=True):
-            left.text(100 * fraction + 1, y, f"{100 * fraction:.0f} %, {us:,.4g} µs", va="center", fontsize=7)
+        left.barh(place, [100 * part.fraction for part in parts], color="#4c78a8", height=0.7)
+        for y, part in zip(place, parts, strict=True):
+            left.text(100 * part.fraction + 1, y, f"{part.fraction:.1%}, {part.us:,.1f} µs", va="center", fontsize=7)
         left.set(xlim=(0, 118), yticks=place, yticklabels=list(cases), title=op)
-        left.set_xlabel("% of the limit (bytes at the copy rate, or bf16 operations)", fontsize=8)
         used: set[str] = set()
         for y, by_peer in zip(place, cases.values(), strict=True):
-            for name, (us, _, peer_us) in by_peer.items():
-                if peer_us:
+            for name, part in by_peer.items():
+                if part.peer_us:
                     label = None if name in used else name
                     used.add(name)
-                    right.plot(us / peer_us, y, "o", color=colour[name], label=label, markersize=5)
+                    right.plot(part.us / part.peer_us, y, "o", color=colour[name], label=label, markersize=5)
         right.axvline(1, color="black", linewidth=0.8)
-        right.set(xscale="log", xlim=(0.05, 20), yticks=place, yticklabels=[], ylim=left.get_ylim())
-        right.set_xlabel("our time over the peer's (left of the line we are faster)", fontsize=8)
+        right.set(xscale="log", xlim=around, yticks=place, yticklabels=[], ylim=left.get_ylim())
         right.grid(axis="x", which="both", linewidth=0.3)
         if used:
             right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         for axis in (left, right):
             axis.invert_yaxis()
             axis.tick_params(labelsize=7)
+    axes[-1][0].set_xlabel("% of the limit: bytes at the copy rate, or operations at the bf16 rate", fontsize=8)
+    axes[-1][1].set_xlabel("our time over the peer's: left of the line we are faster", fontsize=8)
     figure.suptitle("Kernels on one H200: newest rows of benchmarks/results/h200.csv", fontsize=11)
     figure.savefig(arguments.out, dpi=80)
 
