@@ -142,7 +142,7 @@ def load_model(
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-    engram: Literal["memory", "mapped", "disk"] = "memory",
+    engram: Literal["memory", "host", "mapped", "disk"] = "memory",
     engram_cache_bytes: int = 256 * 2**20,
 ) -> Transformer:
     """The model, ready to run: on the GPU in bfloat16 if there is one, else on the CPU in float32.

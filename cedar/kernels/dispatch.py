@@ -99,7 +99,8 @@ def use_kernels(backend: str) -> Iterator[None]:
 def deterministic(enabled: bool = True) -> Iterator[None]:
     """Make every row's bits independent of how many rows run beside it and where it stands among them.
 
-    Each row-wise op runs in calls of exactly `ROW_BLOCK` rows, padded with zeros. It costs speed.
+    Each row-wise op runs in calls of exactly `ROW_BLOCK` rows, padded with zeros; beyond the CPU the references run.
+    It costs speed.
     """
     token = _deterministic.set(enabled)
     try:
@@ -121,6 +122,9 @@ def select(op: str, *tensors: Tensor) -> Callable[..., Any]:
     """
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     forced = _forced.get() or _FORCED_BY_ENVIRONMENT
+    if forced is None and _deterministic.get() and tensors[0].device.type != "cpu":
+        # a GPU kernel shares out its work by the number of rows and keys, and adds in another order then
+        forced = "reference"
     for backend, function, fits in _choices(op, tensors[0].device.type, needs_grad, forced):
         if fits is None or fits(op, *tensors):
             return function

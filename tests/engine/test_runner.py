@@ -23,7 +23,10 @@ from cedar.model.draft import Draft
 from cedar.model.init import initialise
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
+from tests.device import ON_CPU
 from tests.paths.random_models import random_draft, random_model, tiny
+
+pytestmark = pytest.mark.device
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +176,7 @@ def test_drafts_in_slots_change_no_answer(draft: Draft) -> None:
 def test_a_round_in_slots_is_the_round_alone(draft: Draft, temperature: float) -> None:
     """The same proposals for sequences in slots and for one that has none."""
     model = draft.target
-    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype)
+    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype, device=model.device)
     runner = DecodeRunner(model, cache, max_rows=2, max_context=2048, capture=False, draft=draft)
     asked = []
     for length in (3, 40, 127):
@@ -244,6 +247,7 @@ def test_a_step_that_fails_turns_the_graphs_off(
         slotted.close()
 
 
+@pytest.mark.skipif(not ON_CPU, reason="it asks what a CPU says")
 def test_why_a_cpu_has_no_graphs(model: Transformer) -> None:
     assert unavailable(model, None, exact=False) == "the model is on cpu"
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from cedar.model.transformer import Transformer
 from tests import golden
 
+pytestmark = pytest.mark.device
+
 LENGTHS = (1, 2, 7, 8, 9, 33, 97)
 
 

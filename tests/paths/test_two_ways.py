@@ -15,6 +15,8 @@ from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import configs, random_model
 
+pytestmark = pytest.mark.device
+
 EXAMPLES = settings(max_examples=25, deadline=None)
 
 
