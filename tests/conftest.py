@@ -1,4 +1,4 @@
-"""What every test gets: a seed made of its id, `torch.empty` full of NaN, its device, and a reason when it is skipped."""
+"""What every test gets: a seed of its id, `torch.empty` full of NaN, its device, and a reason when it is skipped."""
 
 from __future__ import annotations
 
