@@ -134,7 +134,8 @@ def install() -> None:
     torch.cuda.device_count = lambda: 1
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)
-    torch.cuda.current_stream = lambda *_: stream
+    torch.cuda.current_stream = torch.cuda.Stream = lambda *_: stream
+    torch.cuda.stream = lambda _: nullcontext()
     torch.cuda.graph_pool_handle = lambda: None
     Tensor.pin_memory = lambda self: self
     # a parameter that keeps its place keeps its class, and so would be none of these
