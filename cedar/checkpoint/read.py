@@ -24,7 +24,7 @@ from cedar.model.rows import DiskTable, Plane
 from cedar.model.transformer import Transformer
 
 # where Engram's tables lie while a model runs
-EngramPlace = Literal["memory", "mapped", "disk"]
+EngramPlace = Literal["memory", "host", "mapped", "disk"]
 # values decoded at once: bounds what decoding needs beyond the module itself
 CHUNK_VALUES = 1 << 21
 
@@ -47,7 +47,8 @@ def read_checkpoint(
     Args:
         path: Directory with config.json, the shards and their index.
         dtype: float32 or bfloat16; both hold every stored weight exactly.
-        engram: `memory` copies the FP8 tables; `mapped` maps the file, so that what was touched stays as long as
+        engram: `memory` copies the FP8 tables to the device; `host` keeps them in host memory, where a GPU's kernels
+            read the rows they need; `mapped` maps the file, so that what was touched stays as long as
             the machine has memory to spare; `disk` reads rows as they are asked for and keeps a bounded number.
         engram_cache_bytes: Rows that `disk` keeps, all tables together.
         packed: FP8 linears and MXFP4 experts keep their stored bytes, which products then read; it cannot be trained.
@@ -163,10 +164,11 @@ def _load_table(
         )
         table.set_disk(DiskTable(first, second, rows, cache_bytes=cache_bytes))
         return
-    device = model.device
-    table.set_packed(
-        files.read(codes).view(rows, columns).to(device), files.read(scales).view(rows, columns // GROUP).to(device)
-    )
+    planes = files.read(codes).view(rows, columns), files.read(scales).view(rows, columns // GROUP)
+    if engram == "host" and model.device.type == "cuda":
+        table.set_packed(*(plane.pin_memory() for plane in planes))
+    else:
+        table.set_packed(*(plane.to(model.device) for plane in planes))
 
 
 def _load_weight(model: nn.Module, files: CheckpointFiles, weight: StoredWeight) -> None:

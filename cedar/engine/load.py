@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,7 @@ def load_model(
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-    engram: Literal["memory", "mapped", "disk"] = "memory",
+    engram: Literal["memory", "host", "mapped", "disk"] = "memory",
     engram_cache_bytes: int = 256 * 2**20,
     packed: bool | None = None,
 ) -> Transformer:
@@ -294,6 +295,10 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     draft = read_draft(files.path, model) if config.draft else None
     if draft is not None:
         draft.attach()
+    # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
+    step_tokens = config.max_step_tokens or (272 if model.device.type == "cpu" else 4096)
+    if model.device.type == "cuda" and not config.strict_cache:
+        _warm_up_prompts(model, min(step_tokens, context - 1))
     runner = _open_runner(model, cache, config, context, draft)
     if runner is None and draft is not None:
         runner = _open_runner(model, cache, config, context, None)
@@ -309,12 +314,32 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(
             max_running=config.max_running,
-            # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
-            max_step_tokens=config.max_step_tokens or (272 if model.device.type == "cpu" else 4096),
+            max_step_tokens=step_tokens,
             target_tpot_s=config.target_tpot_s,
         ),
         cache=cache,
     )
+
+
+def _warm_up_prompts(model: Transformer, most: int) -> None:
+    """Throwaway prompts, so that the first request does not wait until kernels are compiled."""
+    import torch
+
+    # a chunk in one's and in no number's multiples, and a whole one: what Triton compiles depends on it
+    lengths = sorted({1, min(2 * model.config.attention.sliding_window + 3, most), most})
+    for place, length in enumerate(lengths):
+        began = time.monotonic()
+        try:
+            state = model.new_state()
+            ids_T = torch.zeros(length, dtype=torch.int64, device=model.device)
+            model.prefill(state, ids_T, last_only=True)
+            model.decode(state, ids_T[:1])
+            torch.cuda.synchronize(model.device)
+        except Exception:  # a request that meets the same fails alone, and says why
+            log.warning("a prompt of %d tokens could not be run beforehand", length, exc_info=True)
+            return
+        seconds = time.monotonic() - began
+        log.info("prompt %d of %d: %d tokens, %.1f s on %s", place + 1, len(lengths), length, seconds, model.device)
 
 
 def _open_runner(

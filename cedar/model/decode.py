@@ -25,14 +25,14 @@ from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
-from cedar.kernels.engram import engram_gate, engram_memory, look_back
+from cedar.kernels.engram import engram_gate, look_back
 from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
-from cedar.model.engram import Engram
+from cedar.model.engram import Engram, Recall
 from cedar.model.layers import Linear, RMSNorm, Tiles
 from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
@@ -356,21 +356,23 @@ class SlotDecoder:
         model = self.model
         streams_TND, premix_TN = model._embed(ids_T, None, model.dtype)
         image_T = ids_T == model.config.image_token_id
-        compressed_TL = None
+        recall = None
         if model.config.engram.layer_ids:
             compressed_TL = step.look_back(ids_T, model.token_map.compressed_V)
+            memories = [layer.block.engram for layer in self._layers if layer.block.plan.engram]
+            recall = Recall(memories, compressed_TL, model.dtype, self._spec)
         y_TD = post_TN = mixing_TNN = None
         shared = SharedKV()
         taps: list[Tensor] = []
         for layer in self._layers:
             block = layer.block
             tapped = self._draft is not None and block.plan.layer in model.config.draft.target_layer_ids
-            if compressed_TL is not None and block.plan.engram:
+            if recall is not None and block.plan.engram:
                 if y_TD is not None and post_TN is not None and mixing_TNN is not None:
                     streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
                 if tapped:
                     taps.append(tap_of(streams_TND))
-                streams_TND = self._remember(block.engram, streams_TND, compressed_TL, image_T)
+                streams_TND = self._remember(block.engram, streams_TND, recall, image_T)
             entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
@@ -383,12 +385,10 @@ class SlotDecoder:
         assert y_TD is not None and post_TN is not None and mixing_TNN is not None
         return model._head(expand(y_TD, streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
 
-    def _remember(self, engram: Engram, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor) -> Tensor:
-        table = engram.embed
-        if table.codes is None or table.scales is None:
-            return engram(streams_TND, compressed_TL, dead_T, self.model.rounding)
-        addresses = compressed_TL, engram.multiplier_L, engram.prime_K, engram.offset_K
-        memory_TX = engram_memory(*addresses, table.codes, table.scales, streams_TND.dtype, self._spec)
+    def _remember(self, engram: Engram, streams_TND: Tensor, recall: Recall, dead_T: Tensor) -> Tensor:
+        if engram.embed.codes is None:
+            return engram(streams_TND, recall.compressed_TL, dead_T, self.model.rounding)
+        memory_TX = recall.of(engram)
         kv_TX = project(memory_TX, engram.wkv.held)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
