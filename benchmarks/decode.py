@@ -33,7 +33,7 @@ from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
 from cedar.kernels.pages import Stored
 from cedar.model.init import initialise
-from cedar.model.moe import pack_weights
+from cedar.model.moe import pack_weights, retile_experts
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
 
@@ -71,6 +71,7 @@ def open_model(arguments: argparse.Namespace, name: str) -> Transformer:
     initialise(model, 1)
     if arguments.packed:
         pack_weights(model)
+        retile_experts(model)
     model.token_map.set(torch.arange(config.vocab_size) % config.engram.compressed_vocab_size)
     for block in model.layers:
         if block.plan.engram:

@@ -91,6 +91,7 @@ def release_block(config: ModelConfig, plan: LayerPlan, device: str) -> Block:
             module.set_packed(Tiles(codes, scales))
         if isinstance(module, Experts):
             module.set_packed({name: _experts(getattr(module, name), device) for name in ("w1", "w3", "w2")})
+            module.retile()
     return block
 
 

@@ -19,7 +19,7 @@ from cedar.kernels.experts import Packed
 from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.layers import Linear, Tiles
-from cedar.model.moe import Experts
+from cedar.model.moe import Experts, retile_experts
 from cedar.model.rows import DiskTable, Plane
 from cedar.model.transformer import Transformer
 
@@ -103,7 +103,8 @@ def load_weights(
 ) -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
-    Quantized weights on `meta` become packed ones, and so do Engram tables.
+    Quantized weights on `meta` become packed ones, experts in the order of a GPU's kernels if they are on one, and so
+    do Engram tables.
     """
     device = model.device if isinstance(model, Transformer) else model.target.device
     part = Part.DRAFT if isinstance(model, Draft) else Part.TEXT
@@ -123,6 +124,8 @@ def load_weights(
                 _load_weight(model, files, weight)
     finally:
         files.close()
+    if device.type == "cuda":
+        retile_experts(model)
 
 
 def target(model: nn.Module, weight: StoredWeight) -> Tensor:
@@ -208,18 +211,24 @@ def _load_packed(module: nn.Module, files: CheckpointFiles, weight: StoredWeight
         num_experts = getattr(module, name).shape[0]
         stack = Packed(codes.new_empty(num_experts, *codes.shape), scales.new_empty(num_experts, *scales.shape))
         module.set_packed({**module.packed, name: stack})
-    for plane, stored in zip(module.packed[name], (codes, scales), strict=True):
-        plane[weight.expert] = stored
+    held_codes, held_scales, *_ = module.packed[name]
+    held_codes[weight.expert], held_scales[weight.expert] = codes, scales
 
 
 def stored_bytes(module: nn.Module, weight: StoredWeight) -> tuple[Tensor, Tensor] | None:
-    """(elements, scales) of a weight that is held as a checkpoint stores it, None of any other."""
+    """(elements, scales) of a weight that is held as a checkpoint stores it, None of any other.
+
+    Raises:
+        FormatError: It is held in the order of a GPU's kernels.
+    """
     if isinstance(module, Linear) and isinstance(module.held, Tiles):
         return module.held
     if isinstance(module, Experts) and module.packed:
-        codes, scales = module.packed[weight.parameter.rpartition(".")[2]]
+        stack = module.packed[weight.parameter.rpartition(".")[2]]
+        if not isinstance(stack, Packed):
+            raise FormatError(f"{weight.name} lies in a GPU's order: write the checkpoint from a model on a CPU")
         assert weight.expert is not None
-        return codes[weight.expert], scales[weight.expert]
+        return stack.codes[weight.expert], stack.scales[weight.expert]
     return None
 
 

@@ -26,7 +26,7 @@ from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import Packed, Router, Weights, advance_routed, feed, packed_experts
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_routed, feed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
@@ -398,9 +398,9 @@ class SlotDecoder:
 class PackedFeed(NamedTuple):
     """Gate, up and down of the routed experts, and of the shared one, as the checkpoint holds them."""
 
-    w1: Packed
-    w3: Packed
-    w2: Packed
+    w1: Packed | Tiled
+    w3: Packed | Tiled
+    w2: Packed | Tiled
     # gate above up
     shared13: Tiles
     shared2: Tiles

@@ -14,7 +14,7 @@ from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
 from cedar.formats.fp4 import quantize_fp4_index
 from cedar.kernels import experts as expert_ops
-from cedar.kernels.experts import Packed
+from cedar.kernels.experts import Packed, Tiled, retile
 from cedar.model.layers import Linear, SwiGLU, round_input, rounded_weight
 from cedar.model.state import RouterStats
 
@@ -49,11 +49,12 @@ class Experts(nn.Module):
 
     Attributes:
         scale_bytes: By weight, the scale bytes [E, out, in / 32] it was loaded with, so that writing gives them back.
-        packed: By weight, the stored bytes themselves after `set_packed`, else empty; the weights are then on `meta`.
+        packed: By weight, the stored bytes themselves after `set_packed`, in a GPU's order after `retile`, else empty;
+            the weights are then on `meta`.
     """
 
     scale_bytes: dict[str, Tensor]
-    packed: dict[str, Packed]
+    packed: dict[str, Packed | Tiled]
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -66,13 +67,20 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num, hidden, inner, device=device, dtype=dtype))
         self.scale_bytes, self.packed = {}, {}
 
-    def set_packed(self, packed: Mapping[str, Packed]) -> None:
+    def set_packed(self, packed: Mapping[str, Packed | Tiled]) -> None:
         """Compute from stored bytes of `w1`, `w3` and `w2`; the decoded weights are dropped."""
         for name, stack in packed.items():
             weight: Tensor = getattr(self, name)
-            assert stack.codes.shape == (*weight.shape[:2], weight.shape[2] // 2), (name, stack.codes.shape)
+            assert stack.codes.shape[0] == weight.shape[0], (name, stack.codes.shape)
             setattr(self, name, nn.Parameter(weight.detach().to("meta"), requires_grad=False))
         self.packed = dict(packed)
+
+    def retile(self) -> None:
+        """Bring the stored bytes into the order of a GPU's kernels, which a checkpoint cannot be written from."""
+        for name, stack in self.packed.items():
+            if isinstance(stack, Packed):
+                # one at a time: what was read is free again
+                self.packed[name] = retile(stack)
 
     def pack(self) -> None:
         """Hold the weights as a checkpoint would."""
@@ -102,6 +110,13 @@ def pack_weights(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, Experts) or (isinstance(part, Linear) and part.storage == "fp8"):
             part.pack()
+
+
+def retile_experts(module: nn.Module) -> None:
+    """`Experts.retile` of all in `module`; those with decoded weights stay as they are."""
+    for part in module.modules():
+        if isinstance(part, Experts):
+            part.retile()
 
 
 class MoE(nn.Module):
