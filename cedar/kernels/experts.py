@@ -200,3 +200,23 @@ def advance_routed(
     check.shape("advance_routed", "router", router.weight_ED, router.bias_E.shape[0], streams_TND.shape[-1])
     run = select("advance_routed", streams_TND, router.weight_ED)
     return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T)
+
+
+def advance_fed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+    weights: Weights,
+    *,
+    limit: float,
+) -> tuple[Entered, Tensor]:
+    """From attention's output to the experts': `advance_routed`, then `feed`; both round to `spec`. No gradient."""
+    check.shape("advance_fed", "router", router.weight_ED, weights.w1_EID.shape[0], streams_TND.shape[-1])
+    run = select("advance_fed", streams_TND, router.weight_ED, weights.w1_EID)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit)

@@ -26,9 +26,9 @@ from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
 from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_routed, feed, packed_experts
-from cedar.kernels.mhc import Entered, Sublayer, advance, expand
-from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
+from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
+from cedar.kernels.pages import Paged, Stored, locate, split_latent, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
@@ -240,14 +240,18 @@ class DecodeStep:
             pad_token_id=config.engram.pad_token_id,
         )
 
-    def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
-        """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
+    def query(
+        self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None, weight_OQ: Tensor | Tiles
+    ) -> Tensor:
+        """Keep the window keys that lie behind the query latents; returns a linear of these, normed and rounded."""
         query_norm, norm = attention.q_norm, attention.kv_norm
         window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
         places = self._slot_T, self._at.ring_T, self._at.busy_T
-        return split_latent(
-            latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
-        )
+        query = latent_TX, query_norm.weight, query_norm.eps, spec
+        if isinstance(weight_OQ, Tiles):
+            latent_TQ = split_latent(*query, norm.weight, norm.eps, *rotation, window, *places)
+            return project(latent_TQ, weight_OQ)
+        return split_projected(*query, norm.weight, norm.eps, *rotation, window, *places, weight_OQ)
 
     def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
         """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
@@ -373,10 +377,11 @@ class SlotDecoder:
                 if tapped:
                     taps.append(tap_of(streams_TND))
                 streams_TND = self._remember(block.engram, streams_TND, recall, image_T)
-            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, latent_TX = layer.enter(*streams, self._spec)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
-            y_TD, shared = layer.attend(step, entered, shared, self._spec)
+            y_TD, shared = layer.attend(step, entered, latent_TX, shared, self._spec)
             y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
@@ -424,7 +429,8 @@ class DecodeLayer:
             assert not isinstance(entry, Tiles), "a compressor is never quantized"
             self.entry = _narrowed(entry, dtype)
         gate = ffn.gate
-        router = _narrowed(gate.weight, dtype)
+        # hundreds of experts: as many bytes as the checkpoint's
+        router = _narrowed(gate.weight, dtype) if ffn.experts.packed else gate.weight
         self.router = Router(router, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed: Weights | PackedFeed
@@ -436,16 +442,30 @@ class DecodeLayer:
         else:
             self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
 
+    def enter(
+        self,
+        y_TD: Tensor | None,
+        streams_TND: Tensor,
+        post_TN: Tensor | None,
+        mixing_TNN: Tensor | None,
+        premix_TN: Tensor,
+        spec: FormatSpec | None,
+    ) -> tuple[Entered, Tensor]:
+        """From the last layer's output to what attention reads: (that, latents of queries and window key)."""
+        streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+        if not isinstance(self.latent, Tiles):
+            return advance_projected(*streams, self.attention, spec, self.latent)
+        entered = advance(*streams, self.attention, spec)
+        return entered, project(entered.rounded_TD, self.latent)
+
     def attend(
-        self, step: DecodeStep, entered: Entered, shared: SharedKV, spec: FormatSpec | None
+        self, step: DecodeStep, entered: Entered, latent_TX: Tensor, shared: SharedKV, spec: FormatSpec | None
     ) -> tuple[Tensor, SharedKV]:
         """From what entered attention to its output: (that, what the next layer shares)."""
         attention, plan = self.block.attn, self.block.plan
-        latent_TX = project(entered.rounded_TD, self.latent)
-        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, spec)
+        query_TX = step.query(plan.layer, latent_TX, attention, spec, self.query)
         if plan.writes_entries:
             self._write_entries(step, entered.normed_TD)
-        query_TX = project(latent_TQ, self.query)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
             assert plan.kv_source is not None
@@ -487,11 +507,12 @@ class DecodeLayer:
     ) -> tuple[Tensor, Entered]:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
-        entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
-        chosen, limit = (entered.rounded_TD, ids_TK, weights_TK), self.block.ffn.experts.limit
+        chosen, limit = self.router, self.block.ffn.experts.limit
         if isinstance(self.feed, PackedFeed):
-            return feed_packed(*chosen, self.feed, limit, spec), entered
-        return feed(*chosen, self.feed, limit=limit, round_inner=spec is not None), entered
+            entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, chosen, image_T)
+            return feed_packed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit, spec), entered
+        entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, chosen, image_T, self.feed, limit=limit)
+        return y_TD, entered
 
 
 def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:

@@ -17,20 +17,30 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
-from cedar.kernels.experts import Router
+from cedar.kernels.experts import Router, Weights
 from cedar.kernels.mhc import Entered, Sublayer
 from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.feed import activated, down
 from cedar.kernels.triton.few_rows import operand
-from cedar.kernels.triton.mixes import balance, store_logits
+from cedar.kernels.triton.mixes import balance, logit_terms, store_gates, store_logits
 from cedar.kernels.triton.quantize import round_groups
-from cedar.kernels.triton.route import MAX_EXPERTS, choose_experts, router_products, router_weights
+from cedar.kernels.triton.route import (
+    MAX_EXPERTS,
+    choose_experts,
+    router_biases,
+    router_products,
+    router_weights,
+    weigh_experts,
+)
 
-__all__ = ["FORWARD_ONLY", "advance", "advance_routed", "fits", "unavailable"]
+__all__ = ["FORWARD_ONLY", "advance", "advance_fed", "advance_projected", "advance_routed", "fits", "unavailable"]
 
-FORWARD_ONLY = ("advance", "advance_routed")
+FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed")
 # a thread holds the coefficients' weights of its channels
 _NARROW, _FEW_ROWS = 256, 64
+# rows that take what reads them along, and experts whose weights are all read ahead, in blocks of outputs
+_MOST_FED, _FEW_EXPERTS, _INNER = 4, 16, 32
 # columns of a row's partial sums: 24 products, then the squares of the streams and of the input
 _SQUARE, _INPUT_SQUARE = tl.constexpr(24), tl.constexpr(25)
 _OPAQUE = tl.constexpr(not INTERPRETED)
@@ -41,13 +51,19 @@ _SLICE = 1024
 
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
-    """Four streams of whole groups of 32; routed at once, 64 rows of up to 256 channels."""
+    """Four streams of whole groups of 32. Routed at once: 64 rows of up to 256 channels; with a linear or the experts
+    behind it: 4 rows, for which every expert's weights are read.
+    """
     num_rows, num_streams, channels = streams.shape
-    if op == "advance_routed" and (
-        channels > _NARROW or num_rows > _FEW_ROWS or others[0].shape[0] > MAX_EXPERTS
-    ):
-        return False
-    return num_rows > 0 and num_streams == 4 and channels % 32 == 0 and is_half_or_float(streams)
+    fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0 and is_half_or_float(streams, *others)
+    if op == "advance":
+        return fitting
+    if op == "advance_projected":
+        return fitting and channels <= _NARROW and num_rows <= _MOST_FED and streams.dtype == others[0].dtype
+    num_experts = others[0].shape[0]
+    if op == "advance_fed":
+        fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS and others[1].shape[1] % 32 == 0
+    return fitting and channels <= _NARROW and num_rows <= _FEW_ROWS and num_experts <= MAX_EXPERTS
 
 
 @triton.jit
@@ -96,28 +112,25 @@ def _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype: tl.cons
 
 
 @triton.jit
-def _collapse(out_ptr, streams, premix, row, channel, inside, channels, FRESH: tl.constexpr):
-    """The new streams are written; returns their sum by the last sublayer's pre-mix, as the model's dtype holds it."""
-    if FRESH:
-        place = out_ptr + row * 4 * channels + channel
-        for j in tl.static_range(4):
-            tl.store(place + j * channels, streams[j], mask=inside)
-    collapsed = premix[0] * streams[0].to(tl.float32) + premix[1] * streams[1].to(tl.float32)
-    collapsed += premix[2] * streams[2].to(tl.float32) + premix[3] * streams[3].to(tl.float32)
-    return collapsed.to(out_ptr.dtype.element_ty)
+def _store_streams(out_ptr, streams, row, channel, inside, channels):
+    place = out_ptr + row * 4 * channels + channel
+    for j in tl.static_range(4):
+        tl.store(place + j * channels, streams[j], mask=inside)
 
 
 @triton.jit
-def _enter(u, inverse, gain, place, inside, normed_ptr, rounded_ptr, ROUNDED: tl.constexpr, B: tl.constexpr):
-    """Some channels of a row's input: normed, and rounded to FP8 beside it."""
-    dtype = normed_ptr.dtype.element_ty
-    normed = (u.to(tl.float32) * inverse * gain).to(dtype)
-    tl.store(normed_ptr + place, normed, mask=inside)
-    if ROUNDED:
-        grouped = tl.reshape(normed.to(tl.float32), (B // 32, 32))
-        quantized = tl.reshape(round_groups(grouped, 0), (B,))
-        tl.store(rounded_ptr + place, quantized.to(dtype), mask=inside)
-    return normed
+def _collapse(streams, premix):
+    """The new streams' sum by the last sublayer's pre-mix, as the model's dtype holds it."""
+    collapsed = premix[0] * streams[0].to(tl.float32) + premix[1] * streams[1].to(tl.float32)
+    collapsed += premix[2] * streams[2].to(tl.float32) + premix[3] * streams[3].to(tl.float32)
+    return collapsed.to(streams[0].dtype)
+
+
+@triton.jit
+def _rounded(normed, B: tl.constexpr):
+    """In FP8 and back, 32 channels a group."""
+    grouped = tl.reshape(normed.to(tl.float32), (B // 32, 32))
+    return tl.reshape(round_groups(grouped, 0), (B,)).to(normed.dtype)
 
 
 # few rows of narrow streams
@@ -138,24 +151,33 @@ def _weights(fn_ptr, output, channel, channels):
 
 
 @triton.jit
-def _row_mixes(
-    y_ptr, x_ptr, post_ptr, mixing_ptr, weights, output, row, channel, channels,
-    scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, eps, rms_eps,
-    dtype: tl.constexpr, FRESH: tl.constexpr,
+def _row_logits(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, weights, terms, row, channel, channels, rms_eps, dtype: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
-    """A row's products with `weights`, on to `store_logits`."""
-    known = row >= 0
-    mixes = _old_mixes(post_ptr, mixing_ptr, row, known, FRESH)
+    """A row's products with `weights`, made logits."""
+    mixes = _old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
     s0, s1, s2, s3 = _streams(y_ptr, x_ptr, mixes, row, channel, channel < channels, channels, dtype, FRESH)
     s0, s1, s2, s3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
     product = weights[0] * s0[None, :] + weights[1] * s1[None, :]
     product += weights[2] * s2[None, :] + weights[3] * s3[None, :]
     square = tl.sum(s0 * s0 + s1 * s1 + (s2 * s2 + s3 * s3), axis=0)
     inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
-    store_logits(
-        tl.sum(product, axis=1), output, row, known, inverse, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
-        next_mixing_ptr, eps,
-    )  # fmt: skip
+    return tl.sum(product, axis=1) * inverse * terms[0] + terms[1]
+
+
+@triton.jit
+def _row_input(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype: tl.constexpr,
+    FRESH: tl.constexpr,
+):  # fmt: skip
+    """(A row's new streams, its input)."""
+    inside = channel < channels
+    mixes = _old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
+    streams = _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype, FRESH)
+    u = _collapse(streams, _four(premix_ptr + row * 4, row >= 0)).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(u * u, axis=0) / channels + norm_eps)
+    return streams, (u * inverse * gain).to(dtype)
 
 
 @triton.jit
@@ -163,8 +185,10 @@ def _advance(
     y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr,
     out_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
     image_ptr, router_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr,
-    channels, eps, rms_eps, norm_eps, num_experts, k, scaling,
+    w1_ptr, w3_ptr, shared1_ptr, shared3_ptr, inner_ptr,
+    channels, eps, rms_eps, norm_eps, num_experts, k, scaling, num_inner, limit,
     FRESH: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     announce()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -176,36 +200,79 @@ def _advance(
     if part == 0:
         output = 8 + tl.arange(0, 16)
         weights = _weights(fn_ptr, output, channel, channels)
+        terms = logit_terms(output, scale_ptr, base_ptr)
         wait()
-        _row_mixes(
-            y_ptr, x_ptr, post_ptr, mixing_ptr, weights, output, row, channel, channels, scale_ptr, base_ptr,
-            next_premix_ptr, next_post_ptr, next_mixing_ptr, eps, rms_eps, dtype, FRESH,
-        )  # fmt: skip
+        logit = _row_logits(
+            y_ptr, x_ptr, post_ptr, mixing_ptr, weights, terms, row, channel, channels, rms_eps, dtype, FRESH
+        )
+        store_logits(logit, output, row, row >= 0, next_mixing_ptr)
         balance(next_mixing_ptr, row, row >= 0, eps, ITERATIONS)
     elif part == 1:
         output = tl.arange(0, 8)
         weights = _weights(fn_ptr, output, channel, channels)
+        terms = logit_terms(output, scale_ptr, base_ptr)
         wait()
-        _row_mixes(
-            y_ptr, x_ptr, post_ptr, mixing_ptr, weights, output, row, channel, channels, scale_ptr, base_ptr,
-            next_premix_ptr, next_post_ptr, next_mixing_ptr, eps, rms_eps, dtype, FRESH,
-        )  # fmt: skip
+        logit = _row_logits(
+            y_ptr, x_ptr, post_ptr, mixing_ptr, weights, terms, row, channel, channels, rms_eps, dtype, FRESH
+        )
+        store_gates(logit, output, row, row >= 0, next_premix_ptr, next_post_ptr, eps)
     else:
         gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
         if E:
             experts = router_weights(router_ptr, channel, channels, num_experts, E)
-        wait()
-        mixes = _old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
-        streams = _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype, FRESH)
-        premix = _four(premix_ptr + row * 4, row >= 0)
-        u = _collapse(out_ptr, streams, premix, row, channel, inside, channels, FRESH).to(tl.float32)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(u * u, axis=0) / channels + norm_eps)
-        normed = _enter(u, inverse, gain, row * channels + channel, inside, normed_ptr, rounded_ptr, ROUNDED, B)
-        if E:
-            choose_experts(
-                router_products(normed.to(tl.float32), experts), row, image_ptr, bias_ptr, image_bias_ptr, ids_ptr,
-                weights_ptr, score_ptr, num_experts, k, scaling, True, E,
-            )  # fmt: skip
+            biases = router_biases(bias_ptr, num_experts, E), router_biases(image_bias_ptr, num_experts, E)
+        if part == 2:
+            wait()
+            if E:
+                bias = tl.where(tl.load(image_ptr + row) != 0, biases[1], biases[0])
+            streams, normed = _row_input(
+                y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype, FRESH
+            )
+            if FRESH:
+                _store_streams(out_ptr, streams, row, channel, inside, channels)
+            tl.store(normed_ptr + row * channels + channel, normed, mask=inside)
+            if ROUNDED:
+                tl.store(rounded_ptr + row * channels + channel, _rounded(normed, B), mask=inside)
+            if E:
+                choose_experts(
+                    router_products(normed.to(tl.float32), experts), bias, row, ids_ptr, weights_ptr, score_ptr,
+                    num_experts, k, scaling, E,
+                )  # fmt: skip
+        elif INNER:
+            # some outputs of a linear of the input, or inner channels of one expert, whose weights are read before
+            # anybody knows whether it is chosen
+            blocks = tl.cdiv(num_inner, INNER)
+            mine = (part - 3) // blocks
+            inner = (part - 3) % blocks * INNER + tl.arange(0, INNER)
+            place = inner[:, None] * channels + channel[None, :]
+            there = (inner < num_inner)[:, None] & inside[None, :]
+            if E:
+                gate_ptr, up_ptr = shared1_ptr, shared3_ptr
+                if mine < num_experts:
+                    gate_ptr = w1_ptr + mine * num_inner * channels
+                    up_ptr = w3_ptr + mine * num_inner * channels
+                gates = tl.load(gate_ptr + place, mask=there, other=0.0)
+                ups = tl.load(up_ptr + place, mask=there, other=0.0)
+                wait()
+                bias_ = tl.where(tl.load(image_ptr + row) != 0, biases[1], biases[0])
+            else:
+                gates = tl.load(w1_ptr + place, mask=there, other=0.0)
+                wait()
+            _, normed = _row_input(
+                y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype, FRESH
+            )
+            u = _rounded(normed, B).to(tl.float32)[None, :] if ROUNDED else normed.to(tl.float32)[None, :]
+            y = tl.sum(gates.to(tl.float32) * u, axis=1)
+            if E:
+                up = tl.sum(ups.to(tl.float32) * u, axis=1)
+                _, chosen, share = weigh_experts(
+                    router_products(normed.to(tl.float32), experts), bias_, num_experts, k, scaling, E
+                )
+                share = tl.sum(tl.where(chosen & (tl.arange(0, E) == mine), share, 0.0), axis=0)
+                y = activated(y, up, tl.where(mine < num_experts, share, 1.0), limit, dtype, ROUNDED, INNER)
+            # what an expert that is not chosen leaves there, nobody reads
+            place_ = (row * (num_experts + 1) + mine) * num_inner + inner
+            tl.store(inner_ptr + place_, y.to(dtype), mask=inner < num_inner)
 
 
 # any other rows
@@ -268,7 +335,9 @@ def _step(
     place, inside = channel[None, :], known & (channel < channels)[None, :]
     streams = _streams(y_ptr, x_ptr, mixes, row, place, inside, channels, dtype, FRESH)
     streams = _settled(streams[0]), _settled(streams[1]), _settled(streams[2]), _settled(streams[3])
-    u = _collapse(out_ptr, streams, premix, row, place, inside, channels, FRESH)
+    if FRESH:
+        _store_streams(out_ptr, streams, row, place, inside, channels)
+    u = _collapse(streams, premix)
     tl.store(normed_ptr + row * channels + place, u, mask=inside)
     total, low = _product(streams[0], p0, total, low, OPERAND)
     total, low = _product(streams[1], p1, total, low, OPERAND)
@@ -345,10 +414,10 @@ def _share_streams(
     if ALONE:
         tl.store(partial_ptr + row_P * 32 + _INPUT_SQUARE, input_square, mask=row_P < num_rows)
         inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
-        store_logits(
-            total, output, row, known, inverse[:, None], scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
-            next_mixing_ptr, eps,
-        )  # fmt: skip
+        terms = logit_terms(output, scale_ptr, base_ptr)
+        logit = total * inverse[:, None] * terms[0] + terms[1]
+        store_gates(logit, output, row, known, next_premix_ptr, next_post_ptr, eps)
+        store_logits(logit, output, row, known, next_mixing_ptr)
         balance(next_mixing_ptr, row_P, row_P < num_rows, eps, ITERATIONS)
     else:
         total = tl.where(output == _SQUARE, square[:, None], total)
@@ -362,37 +431,37 @@ def _join_shares(
     next_mixing_ptr, num_rows, channels, shares, mixers, slices, eps, rms_eps, norm_eps,
     ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The rows' sums over their shares: the first programs make the mixes of R rows each, the others norm B channels."""
+    """Sums over the shares: the first programs make the mixes of R rows each, the others norm B channels of a row."""
     announce()
     program, output = tl.program_id(0), tl.arange(0, 32)
     if program < mixers:
         if R == 1:
             share, row = tl.arange(0, S), program.to(tl.int64)
             place = partial_ptr + (row * shares + share) * 32
+            terms = logit_terms(output, scale_ptr, base_ptr)
             wait()
             there = (share < shares)[:, None]
             total = tl.sum(tl.load(place[:, None] + output[None, :], mask=there, other=0.0), axis=0)
             square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=0)
             inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
-            store_logits(
-                total, output, row, row >= 0, inverse, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr,
-                next_mixing_ptr, eps,
-            )  # fmt: skip
+            logit = total * inverse * terms[0] + terms[1]
+            store_logits(logit, output, row, row >= 0, next_mixing_ptr)
+            store_gates(logit, output, row, row >= 0, next_premix_ptr, next_post_ptr, eps)
             balance(next_mixing_ptr, row, row >= 0, eps, ITERATIONS)
         else:
             rows = program.to(tl.int64) * R + tl.arange(0, R)
             known = rows < num_rows
             sums = tl.zeros([R, 32], tl.float32)
+            terms_ = logit_terms(output[None, :], scale_ptr, base_ptr)
             wait()
             for number in range(shares):
                 place = partial_ptr + (rows * shares + number)[:, None] * 32 + output[None, :]
                 sums += tl.load(place, mask=known[:, None], other=0.0)
             squares = tl.sum(tl.where(output[None, :] == _SQUARE, sums, 0.0), axis=1)
             inverses = 1.0 / tl.sqrt_rn(squares / (4 * channels) + rms_eps)
-            store_logits(
-                sums, output[None, :], rows[:, None], known[:, None], inverses[:, None], scale_ptr, base_ptr,
-                next_premix_ptr, next_post_ptr, next_mixing_ptr, eps,
-            )  # fmt: skip
+            logits = sums * inverses[:, None] * terms_[0] + terms_[1]
+            store_logits(logits, output[None, :], rows[:, None], known[:, None], next_mixing_ptr)
+            store_gates(logits, output[None, :], rows[:, None], known[:, None], next_premix_ptr, next_post_ptr, eps)
             balance(next_mixing_ptr, rows, known, eps, ITERATIONS)
     else:
         normer = (program - mixers).to(tl.int64)
@@ -407,7 +476,10 @@ def _join_shares(
         part_ = partial_ptr + (row_ * shares + share_) * 32 + _INPUT_SQUARE
         input_square = tl.sum(tl.load(part_, mask=share_ < shares, other=0.0), axis=0)
         inverse_ = 1.0 / tl.sqrt_rn(input_square / channels + norm_eps)
-        _enter(u, inverse_, gain, place_, inside, normed_ptr, rounded_ptr, ROUNDED, B)
+        normed = (u.to(tl.float32) * inverse_ * gain).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + place_, normed, mask=inside)
+        if ROUNDED:
+            tl.store(rounded_ptr + place_, _rounded(normed, B), mask=inside)
 
 
 class Tiling(NamedTuple):
@@ -439,7 +511,25 @@ def advance(
     sublayer: Sublayer,
     spec: FormatSpec | None,
 ) -> Entered:
-    return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, None, None)[0]
+    return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+
+
+def advance_projected(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    weight_OD: Tensor,
+) -> tuple[Entered, Tensor]:
+    outputs = weight_OD.shape[0]
+    product_TO = streams_TND.new_empty(streams_TND.shape[0], outputs)
+    # in the places of routing and experts
+    tensors = [*[premix_TN] * 7, weight_OD.contiguous(), *[streams_TND] * 3, product_TO]
+    entered = _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, tensors, num_inner=outputs)
+    return entered, product_TO
 
 
 def advance_routed(
@@ -453,11 +543,61 @@ def advance_routed(
     router: Router,
     image_T: Tensor,
 ) -> tuple[Entered, Tensor, Tensor]:
-    entered, ids_TK, weights_TK = _run(
-        y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T
+    entered, ids_TK, weights_TK, _ = _run_routed(
+        y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, None, 0.0
     )
-    assert ids_TK is not None and weights_TK is not None
     return entered, ids_TK, weights_TK
+
+
+def advance_fed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+    weights: Weights,
+    limit: float,
+) -> tuple[Entered, Tensor]:
+    entered, ids_TK, _, inner_TPI = _run_routed(
+        y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit
+    )
+    return entered, down(inner_TPI, ids_TK, weights.w2_EDI.contiguous(), weights.shared2_DI.contiguous())
+
+
+def _run_routed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+    weights: Weights | None,
+    limit: float,
+) -> tuple[Entered, Tensor, Tensor, Tensor]:
+    (num_rows, _, _), num_experts = streams_TND.shape, router.weight_ED.shape[0]
+    new: dict[str, Any] = {"device": streams_TND.device, "dtype": torch.float32}
+    ids_TK = torch.empty(num_rows, router.k, device=streams_TND.device, dtype=torch.int64)
+    weights_TK, score_TE = torch.empty(num_rows, router.k, **new), torch.empty(num_rows, num_experts, **new)
+    routing = [image_T, router.weight_ED, router.bias_E, router.image_bias_E, ids_TK, weights_TK, score_TE]
+    up, num_inner, inner_TPI = [streams_TND] * 4, 0, streams_TND
+    if weights is not None:
+        num_inner = weights.w1_EID.shape[1]
+        up = [weight.contiguous() for weight in (weights.w1_EID, weights.w3_EID, *weights[3:5])]
+        inner_TPI = torch.empty(
+            num_rows, num_experts + 1, num_inner, device=streams_TND.device, dtype=streams_TND.dtype
+        )
+    entered = _run(
+        y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, [*routing, *up, inner_TPI],
+        num_experts=num_experts, k=router.k, scaling=router.scaling, num_inner=num_inner, limit=limit,
+    )  # fmt: skip
+    return entered, ids_TK, weights_TK, inner_TPI
 
 
 def _run(
@@ -468,9 +608,14 @@ def _run(
     premix_TN: Tensor,
     sublayer: Sublayer,
     spec: FormatSpec | None,
-    router: Router | None,
-    image_T: Tensor | None,
-) -> tuple[Entered, Tensor | None, Tensor | None]:
+    others: list[Tensor] | None = None,
+    *,
+    num_experts: int = 0,
+    k: int = 0,
+    scaling: float = 0.0,
+    num_inner: int = 0,
+    limit: float = 0.0,
+) -> Entered:
     assert spec is None or spec == FP8
     num_rows, num_streams, channels = streams_TND.shape
     streams_TND, premix_TN = streams_TND.contiguous(), premix_TN.contiguous()
@@ -487,30 +632,23 @@ def _run(
     old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
     new_mixes = premix, post, mixing
     if channels > _NARROW or num_rows > _FEW_ROWS:
-        assert router is None
+        assert others is None
         _run_tiles(
             y, streams_TND, old_post, old_mixing, premix_TN, sublayer, out_TND, normed_TD, rounded_TD, *new_mixes,
             fresh=fresh, rounded=spec is not None,
         )  # fmt: skip
-        return Entered(out_TND, normed_TD, rounded_TD, *new_mixes), None, None
-    ids_TK = weights_TK = None
-    routing: list[Any] = [premix_TN] * 7
-    num_experts = k = 0
-    scaling = 0.0
-    if router is not None:
-        num_experts, k, scaling = router.weight_ED.shape[0], router.k, router.scaling
-        ids_TK = torch.empty(num_rows, k, device=streams_TND.device, dtype=torch.int64)
-        weights_TK, score_TE = torch.empty(num_rows, k, **new), torch.empty(num_rows, num_experts, **new)
-        routing = [image_T, router.weight_ED, router.bias_E, router.image_bias_E, ids_TK, weights_TK, score_TE]
-    _advance[(num_rows, 3)](
+        return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
+    # three programs a row, and one for each block of outputs, or of each expert's inner channels
+    programs = 3 + (num_experts + 1) * triton.cdiv(num_inner, _INNER) if num_inner else 3
+    _advance[(num_rows, programs)](
         y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
-        sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *routing,
-        channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling,
+        sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *(others or [premix_TN] * 12),
+        channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling, num_inner, limit,
         FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
-        E=0 if router is None else max(2, next_power_of_2(num_experts)), num_warps=4,
+        E=max(2, next_power_of_2(num_experts)) if num_experts else 0, INNER=_INNER if num_inner else 0, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    return Entered(out_TND, normed_TD, rounded_TD, *new_mixes), ids_TK, weights_TK
+    return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
 
 
 def _run_tiles(
@@ -545,8 +683,8 @@ def _run_tiles(
         y, streams_TND, old_post, old_mixing, premix_TN, fn, out_TND, normed_TD, partial,
         sublayer.scale_3, sublayer.base, premix, post, mixing,
         num_rows, channels, shares, span, sublayer.eps, sublayer.rms_eps,
-        FRESH=fresh, OPERAND=kind, SPLIT=split, ITERATIONS=sublayer.iterations, ALONE=alone, ONE=span == plan.step and not split,
-        P=plan.rows, B=plan.step, STAGES=plan.stages, num_warps=plan.num_warps,
+        FRESH=fresh, OPERAND=kind, SPLIT=split, ITERATIONS=sublayer.iterations, ALONE=alone,
+        ONE=span == plan.step and not split, P=plan.rows, B=plan.step, STAGES=plan.stages, num_warps=plan.num_warps,
         launch_pdl=AHEAD,
     )  # fmt: skip
     width = min(_SLICE, next_power_of_2(channels))

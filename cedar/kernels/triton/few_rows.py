@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
-from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
+from cedar.kernels.triton.chain import AHEAD, announce, wait
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -103,25 +103,27 @@ def operand(x: Tensor) -> tl.dtype:
 
 
 @triton.jit
-def norm_round_row(x_ptr, gain_ptr, y_ptr, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
-    """One row; `x_ptr` and `y_ptr` stand at its beginning."""
-    channel = tl.arange(0, B)
-    inside = channel < channels
-    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+def norm_round_row(x, gain, channels, eps, dtype: tl.constexpr, ROUNDED: tl.constexpr, B: tl.constexpr):
+    """One row, float32, normed to `dtype` and rounded."""
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / channels + eps)
-    y = (x * inverse * gain).to(y_ptr.dtype.element_ty)
+    y = (x * inverse * gain).to(dtype)
     if ROUNDED:
         grouped = tl.reshape(y.to(tl.float32), (B // 32, 32))
-        y = tl.reshape(round_groups(grouped, 0), (B,)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + channel, y, mask=inside)
+        y = tl.reshape(round_groups(grouped, 0), (B,)).to(dtype)
+    return y
 
 
 @triton.jit
 def _norm_round(x_ptr, gain_ptr, y_ptr, row_stride, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
-    follow()
+    announce()
     row = tl.program_id(0).to(tl.int64)
-    norm_round_row(x_ptr + row * row_stride, gain_ptr, y_ptr + row * channels, channels, eps, ROUNDED, B)
+    channel = tl.arange(0, B)
+    inside = channel < channels
+    gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    wait()
+    x = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    y = norm_round_row(x, gain, channels, eps, y_ptr.dtype.element_ty, ROUNDED, B)
+    tl.store(y_ptr + row * channels + channel, y, mask=inside)
 
 
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:

@@ -14,17 +14,24 @@ _EXACT = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def store_logits(
-    product, output, row, known, inverse, scale_ptr, base_ptr, premix_ptr, post_ptr, mixing_ptr, eps
-):  # fmt: skip
-    """Outputs 0..3 are pre-mixes and 4..7 posts, written whole; 8..23 are written as logits, for `balance`."""
-    pre, mixed = output < 4, (output >= 8) & (output < 24)
-    scale = tl.where(pre, tl.load(scale_ptr), tl.where(mixed, tl.load(scale_ptr + 2), tl.load(scale_ptr + 1)))
-    logit = product * inverse * scale + tl.load(base_ptr + output, mask=output < 24, other=0.0)
+def logit_terms(output, scale_ptr, base_ptr):
+    """What a product of some outputs is multiplied by, beside the inverse of the streams' size, and what is added."""
+    scale = tl.load(scale_ptr + tl.where(output < 4, 0, tl.where(output < 8, 1, 2)))
+    return scale, tl.load(base_ptr + output, mask=output < 24, other=0.0)
+
+
+@triton.jit
+def store_gates(logit, output, row, known, premix_ptr, post_ptr, eps):
+    """Outputs 0..3 are a row's pre-mix, 4..7 its post."""
     gate = tl.sigmoid(logit)
-    tl.store(premix_ptr + row * 4 + output, gate + eps, mask=known & pre)
+    tl.store(premix_ptr + row * 4 + output, gate + eps, mask=known & (output < 4))
     tl.store(post_ptr + row * 4 + output - 4, 2.0 * gate, mask=known & (output >= 4) & (output < 8))
-    tl.store(mixing_ptr + row * 16 + output - 8, logit, mask=known & mixed)
+
+
+@triton.jit
+def store_logits(logit, output, row, known, mixing_ptr):
+    """Outputs 8..23, for `balance`."""
+    tl.store(mixing_ptr + row * 16 + output - 8, logit, mask=known & (output >= 8) & (output < 24))
 
 
 @triton.jit

@@ -45,19 +45,17 @@ def router_products(u, weights):
 
 
 @triton.jit
-def choose_experts(
-    total, row, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling,
-    IMAGES: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """From products to the row's experts, their weights and all scores, written."""
+def router_biases(bias_ptr, num_experts, E: tl.constexpr):
+    expert = tl.arange(0, E)
+    return tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
+
+
+@triton.jit
+def weigh_experts(total, bias, num_experts, k, scaling, E: tl.constexpr):
+    """From products to (all scores, who is chosen, what they weigh)."""
     expert = tl.arange(0, E)
     known = expert < num_experts
     score = router_score(total)
-    tl.store(score_ptr + row * num_experts + expert, score, mask=known)
-    bias = tl.load(bias_ptr + expert, mask=known, other=0.0)
-    if IMAGES:
-        image_bias = tl.load(image_bias_ptr + expert, mask=known, other=0.0)
-        bias = tl.where(tl.load(image_ptr + row) != 0, image_bias, bias)
     biased = score + bias
     # a row that is not finite still names k experts
     biased = tl.where(known, tl.where(biased > -3e38, biased, -3e38), float("-inf"))
@@ -65,9 +63,17 @@ def choose_experts(
     across, down = tl.reshape(biased, (1, E)), tl.reshape(biased, (E, 1))
     before = (across > down) | ((across == down) & (expert[None, :] < expert[:, None]))
     chosen = known & (tl.sum(before.to(tl.int32), axis=1) < k)
-    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     weight = tl.where(chosen, score, 0.0)
-    weight = weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
+    return score, chosen, weight / (tl.sum(weight, axis=0) + 1e-20) * scaling
+
+
+@triton.jit
+def choose_experts(total, bias, row, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling, E: tl.constexpr):
+    """From products to the row's experts, their weights and all scores, written."""
+    expert = tl.arange(0, E)
+    score, chosen, weight = weigh_experts(total, bias, num_experts, k, scaling, E)
+    tl.store(score_ptr + row * num_experts + expert, score, mask=expert < num_experts)
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(ids_ptr + row * k + place, expert.to(tl.int64), mask=chosen)
     tl.store(weights_ptr + row * k + place, weight, mask=chosen)
 
@@ -84,10 +90,10 @@ def _route(
         channel = start + tl.arange(0, B)
         u = tl.load(u_ptr + t * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
         total += router_products(u, router_weights(weight_ptr, channel, channels, num_experts, E))
-    choose_experts(
-        total, t, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling,
-        IMAGES, E,
-    )  # fmt: skip
+    bias = router_biases(bias_ptr, num_experts, E)
+    if IMAGES:
+        bias = tl.where(tl.load(image_ptr + t) != 0, router_biases(image_bias_ptr, num_experts, E), bias)
+    choose_experts(total, bias, t, ids_ptr, weights_ptr, score_ptr, num_experts, k, scaling, E)
 
 
 def route(
