@@ -36,7 +36,7 @@ from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
 from cedar.kernels import indexer
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.experts import Packed
-from cedar.kernels.mhc import Entered, advance
+from cedar.kernels.mhc import Entered
 from cedar.kernels.pages import Stored
 from cedar.model.block import Block
 from cedar.model.decode import DecodeLayer, DecodeSlots, DecodeStep
@@ -208,23 +208,16 @@ class Bench:
 
     def run(self) -> tuple[Tensor, Entered]:
         """The layer, as `SlotDecoder` runs it."""
-        entered = self.enter()
-        y_TD, _ = self.layer.attend(self.step, entered, self.shared, FP8)
+        entered, latent_TX = self.enter()
+        y_TD, _ = self.layer.attend(self.step, entered, latent_TX, self.shared, FP8)
         return self.layer.run_experts(y_TD, entered, self.image_T, FP8)
 
-    def enter(self) -> Entered:
-        return advance(
-            self.y_TD,
-            self.streams_TND,
-            self.post_TN,
-            self.mixing_TNN,
-            self.premix_TN,
-            self.layer.attention,
-            FP8,
-        )
+    def enter(self) -> tuple[Entered, Tensor]:
+        streams = self.y_TD, self.streams_TND, self.post_TN, self.mixing_TNN, self.premix_TN
+        return self.layer.enter(*streams, FP8)
 
-    def attend(self) -> Tensor:
-        return self.layer.attend(self.step, self.enter(), self.shared, FP8)[0]
+    def attend(self) -> tuple[Tensor, SharedKV]:
+        return self.layer.attend(self.step, *self.enter(), self.shared, FP8)
 
     def num_hit(self) -> int:
         """Routed experts that the rows choose."""
@@ -266,11 +259,18 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def difference(bench: Bench) -> float:
-    """How far attention's output is from the references', relative; experts are checked op by op elsewhere."""
-    got = bench.attend().float()
+    """How far attention's output is from the references', relative; experts are checked op by op elsewhere.
+
+    Of a layer that selects: the share of entries that only one of them chose. Queries that differ by a rounding rank
+    random keys a little differently, and what is not the same cannot be compared.
+    """
+    got, got_shared = bench.attend()
     with use_kernels("reference"):
-        want = bench.attend().float()
-    return float((got - want).norm() / want.norm())
+        want, want_shared = bench.attend()
+    if bench.block.plan.selects and got_shared.selection is not None and want_shared.selection is not None:
+        pairs = zip(got_shared.selection.tolist(), want_shared.selection.tolist(), strict=True)
+        return max(1 - len(set(one) & set(other)) / len(set(one) | set(other)) for one, other in pairs)
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 @dataclass
@@ -439,8 +439,8 @@ def main() -> None:
             assert bool(y_TD.isfinite().all()), (name, rows, context)
             if rows * context <= 2**17:
                 worst = difference(bench)
-                # a selection may differ where scores nearly tie
-                assert worst < 0.05, f"{name} B={rows} T={context}: attention is off by {worst:.2g}"
+                most = 0.3 if plan.selects else 0.02
+                assert worst < most, f"{name} B={rows} T={context}: attention is off by {worst:.2g}"
             if clock is None:
                 print(f"{name} B={rows} T={context}: ran", flush=True)
                 continue
