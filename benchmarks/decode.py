@@ -4,7 +4,8 @@
         [--prefill 131072] [--packed] [--profile FILE] [--csv benchmarks/results/h200.csv]
 
 A preset gets random weights and a long context random bytes in its pages: speed does not depend on them. Beside the
-step, with the host's share, stands its graph alone and the sum of that graph's kernels.
+step, with the host's share, stands its graph alone; `--kernels` adds the sum of that graph's kernels, taken by a process
+that launches each after the one before (`cedar/kernels/triton/chain.py`), whose times are their own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import json
 import logging
+import os
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +37,7 @@ from cedar.engine.request import SamplingParams
 from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
 from cedar.kernels.pages import Stored
+from cedar.kernels.triton.chain import APART
 from cedar.model.init import initialise
 from cedar.model.moe import pack_weights, retile_experts
 from cedar.model.transformer import Transformer
@@ -49,7 +55,7 @@ class Measured:
         rate: Tokens a second, with the spread between fifths of the steps.
         first_ms: The first step: kernels are compiled, the graph is made.
         graph_us: The step's graph alone, with the spread between replays; None on a CPU.
-        kernels: Microseconds of each of its kernels.
+        kernels: (name, microseconds) of each of its kernels.
     """
 
     rate: float
@@ -139,7 +145,9 @@ def measure(model: Transformer, count: int, context: int, steps: int) -> Measure
     if on_gpu:
         # the last step once more and once more: same places, same bytes
         *_, graph = runner._graphs.values()
-        graph_us, kernels = replayed(graph.replay), kernels_of(graph.replay)
+        graph_us = replayed(graph.replay)
+        if APART:
+            kernels = kernels_of(graph.replay)
     return Measured(statistics.median(rates), max(rates) - min(rates), first_ms, graph_us, kernels)
 
 
@@ -208,12 +216,16 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,256")
     parser.add_argument("--contexts", default="512")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--profile", type=Path, help="each case's kernels, in files of this name")
+    parser.add_argument("--kernels", action="store_true", help="compare each graph with the sum of its kernels")
+    parser.add_argument("--kernels-to", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, help="with --kernels: each case's kernels, in files of this name")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--prefill", default="", help="time prompts of so many tokens instead")
     parser.add_argument("--chunk", type=int, default=4096)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    apart = kernels_apart() if arguments.kernels and arguments.kernels_to is None else {}
+    seen: dict[str, list[tuple[str, float]]] = {}
     for name in (arguments.preset or arguments.model).split(","):
         model = open_model(arguments, name)
         title = Path(name).name + (" packed" if model.packed else "")
@@ -227,27 +239,40 @@ def main() -> None:
             report(arguments.csv, "prefill", f"{title} T={num_tokens} in {arguments.chunk}", seconds * 1e6, 0.0)
         for count, context in () if arguments.prefill else cases(model, arguments):
             measured = measure(model, count, context, arguments.steps)
+            case = f"{title} B={count} T={context}"
+            if arguments.kernels_to is not None:
+                seen[case] = measured.kernels
+                continue
             step_us = 1e6 * count / measured.rate
             print(
                 f"{title}: {count} rows at {context} tokens: {measured.rate:,.0f} tokens/s (spread "
                 f"{measured.spread:,.0f}), {step_us:,.0f} us a step, first step {measured.first_ms:,.0f} ms",
                 flush=True,
             )
-            case = f"{title} B={count} T={context}"
             report(arguments.csv, "decode", case, step_us, step_us * measured.spread / measured.rate)
             if measured.graph_us is None:
                 continue
-            summed = sum(us for _, us in measured.kernels)
-            print(
-                f"    its graph {measured.graph_us[0]:,.0f} us, its {len(measured.kernels)} kernels {summed:,.0f} us, "
-                f"x{measured.graph_us[0] / summed:.2f}",
-                flush=True,
-            )
-            peer = f"sum of {len(measured.kernels)} kernels"
-            report(arguments.csv, "decode_graph", case, *measured.graph_us, peer, f"{summed:.2f}")
+            kernels = apart.get(case, [])
+            summed = sum(us for _, us in kernels)
+            more = f", its {len(kernels)} kernels one by one {summed:,.0f} us, x{measured.graph_us[0] / summed:.2f}"
+            print(f"    its graph {measured.graph_us[0]:,.0f} us{more if kernels else ''}", flush=True)
+            peer = f"sum of {len(kernels)} kernels" if kernels else ""
+            report(arguments.csv, "decode_graph", case, *measured.graph_us, peer, f"{summed:.2f}" if kernels else "")
             if arguments.profile is not None:
                 file = arguments.profile.with_name(f"{arguments.profile.stem}-{case.replace(' ', '-')}.txt")
-                file.write_text("".join(f"{us:10.2f} us {kernel[:100]}\n" for kernel, us in measured.kernels))
+                file.write_text("".join(f"{us:10.2f} us {kernel[:100]}\n" for kernel, us in kernels))
+    if arguments.kernels_to is not None:
+        arguments.kernels_to.write_text(json.dumps(seen))
+
+
+def kernels_apart() -> dict[str, list[tuple[str, float]]]:
+    """Each case's kernels, from a process that launches none ahead of another."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernels.json"
+        command = [sys.executable, *sys.argv, "--kernels-to", str(file), "--steps", "5"]
+        subprocess.run(command, env={**os.environ, "CEDAR_LAUNCH": "apart"}, stdout=subprocess.DEVNULL, check=True)
+        kernels: dict[str, list[tuple[str, float]]] = json.loads(file.read_text())
+    return kernels
 
 
 if __name__ == "__main__":
