@@ -97,6 +97,7 @@ def call_all(size: dict[str, int]) -> None:
         engram,
         feed,
         few_rows,
+        gates,
         locate,
         packed_experts,
         packed_linear,
@@ -157,6 +158,9 @@ def call_all(size: dict[str, int]) -> None:
     ids, weights, _ = route.route(
         u, None, torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5
     )
+    many = torch.zeros(384, hidden, **half), torch.zeros(384), torch.zeros(384)
+    route.route(u, present, *many, 6, 1.5)
+    gates.swiglu_round(torch.zeros(rows, 2 * inner, **half), 10.0, FP8)
     feed.feed(u, ids, weights, matrices, 10.0, True)
     inner_up, inner_down = (
         Packed(

@@ -416,17 +416,52 @@ def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, 
     assert (got[1] - want[1]).norm() <= (0.05 if dtype == torch.float32 or device == "cuda" else 0.5) * want[1].norm()
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "channels"),
+    [(5, 11, 96), (5, 65, 288), (19, 100, 544), release(1, 384, 5120), release(33, 384, 5120)],
+)
 @pytest.mark.parametrize("images", [True, False])
-def test_route(device: str, dtype: torch.dtype, images: bool) -> None:
-    u, weight = torch.randn(5, 96, device=device).to(dtype), torch.randn(11, 96, device=device)
-    u[4] *= 10
+def test_route(device: str, dtype: torch.dtype, images: bool, rows: int, count: int, channels: int) -> None:
+    u, weight = torch.randn(rows, channels, device=device).to(dtype), torch.randn(count, channels, device=device)
+    # a decoder holds a checkpoint's weights in its own dtype
+    weight = weight.to(dtype)
+    u[-1] *= 10
     # two experts with equal rows tie everywhere
     weight[5] = weight[2]
-    image = torch.tensor([False, True, False, True, True], device=device) if images else None
-    bias, image_bias = torch.zeros(11, device=device), torch.randn(11, device=device)
+    image = torch.rand(rows, device=device) < 0.5 if images else None
+    bias, image_bias = torch.zeros(count, device=device), torch.randn(count, device=device)
     got, want = both(lambda: experts.route(u, image, weight, bias, image_bias, 3, 1.5))
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [11, 100])
+def test_route_names_experts_for_rows_that_are_not_finite(device: str, count: int) -> None:
+    u, bias = torch.full((2, 64), torch.nan, device=device), torch.zeros(count, device=device)
+    with use_kernels("triton"):
+        ids, _, _ = experts.route(u, None, torch.ones(count, 64, device=device), bias, bias, 3, 1.5)
+    assert bool(((ids >= 0) & (ids < count)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "outputs", "channels"), [(1, 1024, 5120), (32, 2048, 256), (3, 33, 96)])
+def test_a_product_of_halves_is_summed_and_given_in_float32(rows: int, outputs: int, channels: int) -> None:
+    x, weight = (torch.randn(n, channels, device="cuda").bfloat16() for n in (rows, outputs))
+    got, want = dense.linear_float32(x, weight), x.double() @ weight.double().T
+    assert got.dtype == torch.float32
+    assert float((got - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_swiglu_round(device: str, dtype: torch.dtype, rounded: bool) -> None:
+    # the halves of wider rows
+    x = torch.randn(3, 2 * 544 + 32, device=device).to(dtype)[:, : 2 * 544] * 8
+    got, want = both(lambda: dense.swiglu_round(x, 10.0, FP8 if rounded else None))
+    assert got.dtype == dtype
+    differing = ~torch.isclose(got.float(), want.float(), **tolerance(dtype))
+    # a value that falls between two codes may take either; the interpreter does not round to bfloat16 before
+    few = 0.1 if dtype == torch.bfloat16 and device == "cpu" else 0.01
+    assert float(differing.double().mean()) < (few if rounded else 1e-9)
 
 
 @pytest.mark.parametrize("rounded", [True, False])
