@@ -17,13 +17,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
-from cedar.kernels.experts import Packed, Router, Weights
+from cedar.kernels.experts import Packed, Router, Weights, retile
 from cedar.kernels.mhc import Sublayer
 from cedar.kernels.pages import Paged, Stored
 
 TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int64: "*i64",
@@ -158,7 +159,8 @@ def call_all(size: dict[str, int]) -> None:
         )
         for a, b in ((inner, hidden), (hidden, inner))
     )
-    packed_experts.packed_experts(u, ids, weights, inner_up, inner_up, inner_down, 10.0, True)
+    for up, down in ((inner_up, inner_down), (retile(inner_up), retile(inner_down))):
+        packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     packed_linear.packed_linear(u, torch.zeros(size["latent"], hidden, dtype=torch.uint8), tiles, FP8)
     sublayer = Sublayer(

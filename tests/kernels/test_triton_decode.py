@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -516,16 +518,17 @@ def test_packed_grouped_linear(
     assert float((got.double() - want.double()).norm() / want.double().norm()) < allowed
 
 
+@pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize(
     ("rows", "k", "num_experts", "channels", "inner"),
-    [(1, 3, 5, 96, 64), (24, 2, 6, 96, 64), release(128, 6, 16, 5120, 2304)],
+    [(1, 3, 5, 96, 64), (24, 2, 6, 96, 160), release(128, 6, 16, 5120, 2304), release(2048, 6, 24, 5120, 2304)],
 )
 def test_packed_experts(
-    device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int, channels: int, inner: int
+    device: str, dtype: torch.dtype, rows: int, k: int, num_experts: int, channels: int, inner: int, tiled: bool
 ) -> None:
     u = quantize.round_rows(torch.randn(rows, channels, device=device), FP8).to(dtype)
-    ids = torch.stack([torch.randperm(num_experts, device=device)[:k].sort().values for _ in range(rows)])
-    # one expert that most chose fills more than a tile
+    ids = torch.stack([torch.randperm(num_experts - 1, device=device)[:k].sort().values for _ in range(rows)])
+    # one expert that most chose fills more than a tile; nobody chose the last
     ids[: rows * 5 // 6, 0] = 0
     weights = torch.rand(rows, k, device=device)
     shapes = ((inner, channels), (inner, channels), (channels, inner))
@@ -533,6 +536,17 @@ def test_packed_experts(
         experts.Packed(*fp4.quantize_fp4_index(torch.randn(num_experts, *s, device=device) / s[1] ** 0.5))
         for s in shapes
     ]
-    got, want = both(lambda: experts.packed_experts(u, ids, weights, *packed, limit=2.0, round_inner=True))
+    stacks = [experts.retile(stack) for stack in packed] if tiled else packed
+    got, want = both(lambda: experts.packed_experts(u, ids, weights, *stacks, limit=2.0, round_inner=True))
     # a last bit before the rounding may move an inner value by one code
     assert float((got - want).norm() / want.norm()) < (5e-2 if dtype == torch.bfloat16 else 1e-2)
+
+
+def test_retiled_experts_keep_their_values() -> None:
+    u, ids = torch.randn(3, 96), torch.tensor([[0, 1], [1, 2], [0, 2]])
+    packed = [
+        experts.Packed(*fp4.quantize_fp4_index(torch.randn(3, *s))) for s in ((160, 96), (160, 96), (96, 160))
+    ]
+    call = functools.partial(experts.packed_experts, u, ids, torch.rand(3, 2), limit=2.0, round_inner=True)
+    with use_kernels("reference"):
+        assert torch.equal(call(**dict(zip(("w1", "w3", "w2"), packed, strict=True))), call(**dict(zip(("w1", "w3", "w2"), map(experts.retile, packed), strict=True))))
