@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cedar.formats.spec import FP8
-from cedar.kernels.mhc import advance_projected, expand
+from cedar.kernels.mhc import expand
 from cedar.model.decode import DecodeLayer, DecodeSlots, DecodeStep
 from cedar.model.draft import Draft
 
@@ -58,7 +58,7 @@ class SlotDraft:
             attention = layer.block.attn
             number, sink_H = layer.block.plan.layer, attention.attn_sink
             streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-            entered, latent_TX = advance_projected(*streams, layer.attention, self._spec, layer.latent)
+            entered, latent_TX = layer.enter(*streams, self._spec)
             query_TX = step.query(number, latent_TX, attention, self._spec, layer.query)
             query_THC = query_TX.unflatten(-1, (attention.num_heads, attention.head_dim))
             output_THC = step.attend_block(number, query_THC, last_T, num_tokens, sink_H)

@@ -8,6 +8,8 @@ it before it touches memory; one that is short of time calls the two halves itse
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cedar.kernels.triton.device import INTERPRETED
 
-# from Hopper on; without a GPU kernels are compiled for it
-AHEAD = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0))
+# from Hopper on; without a GPU kernels are compiled for it. Launched apart, each kernel's time is its own: a profiler
+# counts the waiting of the others as theirs
+APART = os.environ.get("CEDAR_LAUNCH") == "apart"
+_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+AHEAD = _HOPPER and not APART and not INTERPRETED
 _AHEAD = tl.constexpr(AHEAD)
 
 

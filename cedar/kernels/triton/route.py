@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.many_experts import MOST_EXPERTS, route_many, router_score
 
 __all__ = ["FORWARD_ONLY", "fits", "route", "unavailable"]
 
@@ -21,9 +22,9 @@ _MAX_ROWS = 512
 
 
 def fits(op: str, u: Tensor, weight: Tensor) -> bool:
-    """At most 512 rows and 64 experts: each expert is ranked against all others."""
-    few = weight.shape[0] <= MAX_EXPERTS and 0 < u.shape[0] <= _MAX_ROWS
-    return few and is_half_or_float(u) and weight.dtype == torch.float32
+    """At most 512 rows and 1024 experts; up to 64 are each ranked against all others."""
+    few = weight.shape[0] <= MOST_EXPERTS and 0 < u.shape[0] <= _MAX_ROWS
+    return few and is_half_or_float(u, weight)
 
 
 @triton.jit
@@ -54,11 +55,10 @@ def weigh_experts(total, bias, num_experts, k, scaling, E: tl.constexpr):
     """From products to (all scores, who is chosen, what they weigh)."""
     expert = tl.arange(0, E)
     known = expert < num_experts
-    # softplus without loss where the exponential is small
-    small = tl.exp(-tl.abs(total))
-    log1p = tl.where(small < 1e-3, small * (1.0 - small * (0.5 - small / 3.0)), tl.log(1.0 + small))
-    score = tl.sqrt_rn(tl.maximum(total, 0.0) + log1p)
-    biased = tl.where(known, score + bias, float("-inf"))
+    score = router_score(total)
+    biased = score + bias
+    # a row that is not finite still names k experts
+    biased = tl.where(known, tl.where(biased > -3e38, biased, -3e38), float("-inf"))
     # an expert's rank: who is better, or equal and before it
     across, down = tl.reshape(biased, (1, E)), tl.reshape(biased, (E, 1))
     before = (across > down) | ((across == down) & (expert[None, :] < expert[:, None]))
@@ -107,6 +107,8 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, channels = u_TD.shape
     num_experts = weight_ED.shape[0]
+    if num_experts > MAX_EXPERTS:
+        return route_many(u_TD, image_T, weight_ED, bias_E, image_bias_E, k, scaling)
     u_TD = u_TD.contiguous()
     ids_TK = torch.empty(num_rows, k, device=u_TD.device, dtype=torch.int64)
     weights_TK = torch.empty(num_rows, k, device=u_TD.device, dtype=torch.float32)
