@@ -141,7 +141,9 @@ def _scale_byte(scales_ptr, row, group, outputs, groups):
 
 
 @triton.jit
-def _weights(codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr):
+def _weights(
+    codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr
+):
     """[B, 256] float16, 2**-7 of the weights of a block's outputs in a step's channels, permuted."""
     # (half of the step, half of sixteen outputs, lane, word); a lane is (sixteen of B, output of eight, group of four)
     place = tl.arange(0, B * 32)
@@ -433,8 +435,8 @@ def packed_experts(
     _up[up_grid](
         x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, part, arrived, channels, steps, num_inner, inner.shape[1],
         w1.codes[0].numel(), w1.scales[0].numel(), k, limit,
-        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, SPLIT=split, B=up_block, N=rows, EXTRA=extra, num_warps=up_block // 16,
-        num_stages=up_stages, launch_pdl=AHEAD,
+        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, SPLIT=split, B=up_block, N=rows, EXTRA=extra,
+        num_warps=up_block // 16, num_stages=up_stages, launch_pdl=AHEAD,
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
