@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
 
@@ -57,39 +57,48 @@ def _position(channel, N: tl.constexpr):
 def _plan(
     ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, arrived_ptr, num_choices, num_tiles,
     num_arrived, num_rows, channels, width,
-    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, ALONE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The first program sorts the choices; each other one permutes C channels of a row, and zeroes C counters."""
     follow()
     if tl.program_id(0) == 0:
-        expert = tl.arange(0, E)
-        tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
-        for start in range(0, num_tiles * N, A):
-            place = start + tl.arange(0, A)
-            tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
-            tl.store(tile_ptr + place, -1, mask=place < num_tiles)
-        tl.debug_barrier()
-        count = tl.zeros([E], tl.int32)
-        for start in range(0, num_choices, A):
-            choice = start + tl.arange(0, A)
+        if ALONE:
+            # so few that two of them rarely meet: each is a tile
+            choice = tl.arange(0, A)
             known = choice < num_choices
-            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-            count += tl.histogram(ids, E, mask=known)
-            # any order will do: a row's sum does not depend on its place in a tile
-            tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
-        tiles = (count + N - 1) // N
-        first = tl.cumsum(tiles, axis=0) - tiles
-        tl.store(first_ptr + expert, first)
-        for tile in range(tl.max(tiles, axis=0)):
-            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
-        tl.debug_barrier()
-        for start in range(0, num_choices, A):
-            choice = start + tl.arange(0, A)
-            known = choice < num_choices
-            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-            rank = tl.load(rank_ptr + choice, mask=known, other=0)
-            place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
-            tl.store(member_ptr + place, choice, mask=known)
+            tl.store(tile_ptr + choice, tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32), mask=known)
+            lone = tl.arange(0, N)[None, :] == 0
+            place = choice[:, None] * N + tl.arange(0, N)[None, :]
+            tl.store(member_ptr + place, tl.where(lone, choice[:, None], -1), mask=known[:, None])
+        else:
+            expert = tl.arange(0, E)
+            tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
+            for start in range(0, num_tiles * N, A):
+                place = start + tl.arange(0, A)
+                tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
+                tl.store(tile_ptr + place, -1, mask=place < num_tiles)
+            tl.debug_barrier()
+            count = tl.zeros([E], tl.int32)
+            for start in range(0, num_choices, A):
+                choice = start + tl.arange(0, A)
+                known = choice < num_choices
+                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+                count += tl.histogram(ids, E, mask=known)
+                # any order will do: a row's sum does not depend on its place in a tile
+                tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+            tiles = (count + N - 1) // N
+            first = tl.cumsum(tiles, axis=0) - tiles
+            tl.store(first_ptr + expert, first)
+            for tile in range(tl.max(tiles, axis=0)):
+                tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
+            tl.debug_barrier()
+            for start in range(0, num_choices, A):
+                choice = start + tl.arange(0, A)
+                known = choice < num_choices
+                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+                rank = tl.load(rank_ptr + choice, mask=known, other=0)
+                place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
+                tl.store(member_ptr + place, choice, mask=known)
     else:
         piece = tl.program_id(0) - 1
         pieces = tl.cdiv(width, C)
@@ -264,7 +273,9 @@ def _up(
     DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr,
     N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    follow()
+    # `_down` may read the plan as soon as it is announced
+    wait()
+    announce()
     expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         member_ptr += tl.program_id(1) * (N + EXTRA)
@@ -291,6 +302,15 @@ def _up(
                 arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
                 DTYPE, ROUNDED, TILED, SPLIT, B, N, 0,
             )  # fmt: skip
+
+
+@triton.jit
+def _fetch_ahead(ptr):
+    """Ask for cache lines; no value comes back."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -344,11 +364,21 @@ def _down_tile(
 @triton.jit
 def _down(
     inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
-    words, bytes_, K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-    EXTRA: tl.constexpr,
+    words, bytes_, K: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    follow()
-    expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
+    announce()
+    if AHEAD:
+        # the plan was there before `_up` announced this kernel, and weights always are
+        expert = tl.load(tile_ptr + tl.program_id(1), cache_modifier=".cg").to(tl.int64)
+        if expert >= 0:
+            size = steps * (B * 32)
+            first = codes_ptr + expert * words + tl.program_id(0) * size
+            _fetch_ahead(first + tl.minimum(tl.arange(0, 1024) * 32, size - 32))
+        wait()
+    else:
+        wait()
+        expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         member_ptr += tl.program_id(1) * (N + EXTRA)
         codes_ptr += expert * words
@@ -400,11 +430,11 @@ def packed_experts(
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     num_choices = num_rows * k
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
-    c = {"N": 16, "extra": 0, "up": (64, 3, 1), "down": (64, 4, True), **(config or {})}
+    c = {"N": 16, "extra": 0, "up": (64, 3, 1), "down": (64, 4, True), "ahead": False, "alone": False, **(config or {})}
     rows, extra = c["N"], c["extra"]
     capacity = rows + extra
     # no more tiles than these, however the rows choose
-    num_tiles = min(num_choices, num_experts) + num_choices // capacity
+    num_tiles = num_choices if c["alone"] else min(num_choices, num_experts) + num_choices // capacity
     experts = next_power_of_2(num_experts)
     steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
     up_block, up_stages, split = c["up"]
@@ -425,7 +455,7 @@ def packed_experts(
     _plan[(1 + pieces,)](
         ids_TK, u_TD, x, count, first, rank, tile, member, arrived, num_choices, num_tiles, shares + choices,
         num_rows, channels, steps * _STEP,
-        A=chunk, E=experts, N=capacity, FORM=rows, C=piece, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
+        A=chunk, E=experts, N=capacity, FORM=rows, ALONE=c["alone"], C=piece, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
     )  # fmt: skip
     # what no block writes must not be NaN: its weights are zeros
     padded = num_inner % _STEP
@@ -442,7 +472,7 @@ def packed_experts(
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
     _down[down_grid](
         inner, tile, member, *w2[:2], choice, arrived[shares:], y_TD, channels, num_inner, inner_steps,
-        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, TILED=tiled, B=down_block, N=rows, EXTRA=extra,
+        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, AHEAD=c["ahead"], TILED=tiled, B=down_block, N=rows, EXTRA=extra,
         num_warps=down_block // 16, num_stages=down_stages, launch_pdl=AHEAD,
     )  # fmt: skip
     if not add:
