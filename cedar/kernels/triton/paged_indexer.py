@@ -67,13 +67,13 @@ def _e4m3(code):
 
 
 @triton.jit
-def _group_of(planes, g: tl.constexpr, GROUPS: tl.constexpr):
-    """Group g of [H, 32, GROUPS], its channels down: [32, H]."""
+def _group(x, g: tl.constexpr, GROUPS: tl.constexpr):
+    """x[:, :, g] of [rows, channels, groups]: all of it stays in its registers."""
     if GROUPS == 1:
-        return tl.trans(tl.reshape(planes, (planes.shape[0], 32)))
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
     else:
-        even, odd = tl.split(tl.reshape(planes, (planes.shape[0], 32, GROUPS // 2, 2)))
-        return _group_of(odd if g % 2 else even, g // 2, GROUPS // 2)
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], GROUPS // 2, 2)))
+        return _group(odd if g % 2 else even, g // 2, GROUPS // 2)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _scores(
     )  # fmt: skip
     page_ptr += slot * page_stride
     out_ptr += t * num_columns
-    within, byte = tl.arange(0, J), tl.arange(0, 16)
+    within, byte = tl.arange(0, J), tl.arange(0, C // 2)
     # this program's share of the tiles that have something to see, then of the others
     num_tiles = tl.cdiv(num_columns, J)
     num_seen = num_tiles
@@ -160,16 +160,17 @@ def _scores(
             # the whole tile lies on one page
             page = tl.load(page_ptr + tile * J // PER_PAGE)
             row = tile * J % PER_PAGE + within
-        code_row_ptr = codes_ptr + page * code_page + row * code_row
         scale_row_ptr = scales_ptr + page * scale_page + row * scale_row
         if ALIGNED:
             scales = tl.load(scale_row_ptr.to(tl.pointer_type(tl.int32)))
+        codes = tl.load((codes_ptr + page * code_page + row * code_row)[:, None] + byte[None, :])
+        codes = tl.permute(tl.reshape(codes, (J, GROUPS, 16)), (0, 2, 1))
         total = tl.zeros([J, H], tl.float32)
         for g in tl.static_range(GROUPS):
-            low, high = _e4m3_planes(tl.load(code_row_ptr[:, None] + (16 * g + byte)[None, :]))
+            low, high = _e4m3_planes(_group(codes, g, GROUPS))
             key = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (J, 32))
             # a group's products are exact: 13 bits hold their sum
-            dot = tl.dot(_e4m3(key), _group_of(query, g, GROUPS))
+            dot = tl.dot(_e4m3(key), tl.trans(_group(query, g, GROUPS)))
             if ALIGNED:
                 scale = (scales >> (8 * g)) & 255
             else:
