@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.reference import indexer as reference
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import next_power_of_2, unavailable
 
@@ -23,6 +24,8 @@ __all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 FORWARD_ONLY = ("top_entries", "top_members")
 # columns that one program holds, 16 a thread
 _TILE = 16384
+# more to choose than this is for a sort
+_MOST_CHOSEN = 8192
 
 
 def fits(op: str, score: Tensor) -> bool:
@@ -148,10 +151,14 @@ def _select(
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    if k > _MOST_CHOSEN:
+        return reference.top_entries(score_TE, k)
     return _top(score_TE, k, None, 0)
 
 
 def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    if k > _MOST_CHOSEN:
+        return reference.top_members(score_TP, k, block_TN, block_size)
     return _top(score_TP, k, block_TN.contiguous(), block_size)
 
 
