@@ -278,6 +278,46 @@ def test_paged_attention(
         torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
+@pytest.mark.parametrize(
+    ("heads", "window", "k", "shares"),
+    [(5, 21, 40, 1), (64, 133, 100, 3), (64, 128, 0, 1)],
+)
+def test_wide_attention(
+    device: str, heads: int, window: int, k: int, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 512 channels, whose kernel is Gluon's: every tile of one share, shares of several tiles, no entries."""
+    from cedar.kernels.triton import paged_attention as kernel
+    from cedar.kernels.triton import wide_attention
+    from tests.kernels import gluon_on_torch
+
+    rows, channels, dtype = 5, 512, torch.bfloat16
+    entries = paged(FP4_MAIN, rows, 8, channels, 2, device) if k else None
+    rings = storage(FP8, 3, window + 6, channels, device)
+    slot = torch.tensor([0, 2, 1, 0, 2], device=device)
+    position = torch.tensor([0, 2**20 - 1, 50, 30, 9], device=device)
+    floor = torch.tensor([0, 0, 49, 31, 0], device=device)
+    selection = torch.randint(-1, 48, (rows, k), device=device) if k else None
+    if selection is not None:
+        selection[3] = -1
+    query = torch.randn(rows, heads, channels, device=device).to(dtype)
+    arguments = (
+        query, *angles(rows, 32, device, dtype), rings, slot, position, floor, entries, selection,
+        torch.randn(heads, device=device), window,
+    )  # fmt: skip
+    with use_kernels("reference"):
+        want = attention.paged_attention(*arguments)
+    if device == "cuda":
+        got = kernel.paged_attention(*arguments, shares=shares)
+    else:
+        with gluon_on_torch.interpreted(wide_attention, "_attend_wide") as launcher:
+            monkeypatch.setattr(kernel, "_attend_wide", launcher)
+            got = kernel.paged_attention(*arguments, shares=shares, wide=True)
+    assert bool((got[3] == 0).all())
+    # the interpreter cuts off what bfloat16 has no room for when it joins shares
+    bound = 6e-3 if device == "cpu" and shares > 1 else 3e-3
+    assert (got.float() - want.float()).norm() <= bound * want.float().norm()
+
+
 @pytest.mark.parametrize(("heads", "channels"), [(4, 32), (3, 64), (32, 128)])
 def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int) -> None:
     rows = 4
