@@ -4,8 +4,8 @@
         [--prefill 131072] [--packed] [--profile FILE] [--csv benchmarks/results/h200.csv]
 
 A preset gets random weights and a long context random bytes in its pages: speed does not depend on them. Beside the
-step, with the host's share, stands its graph alone; `--kernels` adds the sum of that graph's kernels, taken by a
-process that launches each after the one before (`cedar/kernels/triton/chain.py`), so that their times are their own.
+step, with the host's share, stands its graph alone; `--kernels` adds the sum of that graph's kernels, by a process
+that launches each after the one before (`cedar/kernels/triton/chain.py`), whose times are their own.
 """
 
 from __future__ import annotations

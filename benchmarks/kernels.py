@@ -243,7 +243,9 @@ def sparse_prefill(peers: Peers) -> Iterator[Case]:
         case, query, sink, selection = _attention(
             "sparse_prefill", f"T={rows}", rows, rows + 128, slot_T, page_SP, entries, tokens - 1
         )
-        case.peers = peers.attempt("sparse_prefill", peers.sparse_prefill, query, selection, sink, tokens)
+        for widened in (False, True):
+            arguments = query, selection, sink, tokens, widened
+            case.peers += peers.attempt("sparse_prefill", peers.sparse_prefill, *arguments)
         yield case
 
 
@@ -396,7 +398,7 @@ def moe(peers: Peers) -> Iterator[Case]:
         return experts.Packed(codes, scales)
 
     stacks = weights(inner, hidden), weights(inner, hidden), weights(hidden, inner)
-    held = tuple(experts.retile(stack) for stack in stacks) if hasattr(experts, "retile") else stacks
+    held = tuple(experts.retile(stack) for stack in stacks)
     # each peer's own form of the weights, made once
     up = torch.cat([widen_experts(stacks[0]), widen_experts(stacks[1])], dim=1)
     down = widen_experts(stacks[2])
@@ -744,7 +746,8 @@ def no_kernel(op: str, *tensors: Tensor) -> str:
         with use_kernels("triton"):
             select(op, *tensors)
     except KernelUnavailable as error:
-        return str(error)
+        # without the advice that follows
+        return str(error).split(". ")[0]
     return "the reference is forced"
 
 

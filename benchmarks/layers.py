@@ -5,8 +5,8 @@
 Decode: the layer as `SlotDecoder` runs it, in a captured graph, with a cold L2 (`benchmarks/kernels.py: Clock`); how
 many kernels that is, and the sum of its parts' floors, a part's being the larger of its bytes over the card's copy
 rate and its operations over its bf16 rate. Then all layers of the model from one of each mode, a prompt's chunk
-(`--prefill 4096`), and what a page pool of a million tokens takes of the card's memory. With `CEDAR_LAUNCH=apart` in
-the environment no kernel is launched ahead of another, and `--profile` gives each its own time.
+(`--prefill 4096`), and what a pool of a million tokens takes of the card's memory. With `CEDAR_LAUNCH=apart` in the
+environment no kernel is launched ahead of another, and `--profile` gives each its own time.
 
 B rows, T tokens of context.
 """

@@ -133,7 +133,8 @@ def install() -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None
-    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None, wait_event=lambda _: None)
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda _: None)
     torch.cuda.current_stream = torch.cuda.Stream = lambda *_: stream
     torch.cuda.stream = lambda _: nullcontext()
     torch.cuda.graph_pool_handle = lambda: None

@@ -5,7 +5,7 @@ T rows, D channels, E experts, K experts a row, I inner channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ def retile(stack: Packed) -> Tiled:
     """
     num_experts, outputs, width = stack.codes.shape
     blocks, steps = -(-outputs // 64), -(-width // 128)
-    new = {"device": stack.codes.device, "dtype": torch.int32}
+    new: dict[str, Any] = {"device": stack.codes.device, "dtype": torch.int32}
     codes = torch.empty(num_experts, blocks, steps, 2048, **new)
     scales = torch.empty(num_experts, blocks, steps, 128, **new)
     for expert in range(num_experts):

@@ -694,9 +694,10 @@ def test_packed_experts(
 
 def test_retiled_experts_keep_their_values() -> None:
     u, ids = torch.randn(3, 96), torch.tensor([[0, 1], [1, 2], [0, 2]])
-    packed = [
-        experts.Packed(*fp4.quantize_fp4_index(torch.randn(3, *s))) for s in ((160, 96), (160, 96), (96, 160))
-    ]
+    packed = [experts.Packed(*fp4.quantize_fp4_index(torch.randn(3, *s))) for s in ((160, 96), (160, 96), (96, 160))]
     call = functools.partial(experts.packed_experts, u, ids, torch.rand(3, 2), limit=2.0, round_inner=True)
     with use_kernels("reference"):
-        assert torch.equal(call(**dict(zip(("w1", "w3", "w2"), packed, strict=True))), call(**dict(zip(("w1", "w3", "w2"), map(experts.retile, packed), strict=True))))
+        assert torch.equal(
+            call(**dict(zip(("w1", "w3", "w2"), packed, strict=True))),
+            call(**dict(zip(("w1", "w3", "w2"), map(experts.retile, packed), strict=True))),
+        )
