@@ -55,7 +55,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     for x_TI, weight_OI in zip(x_TGI.unbind(1), weight_GOI, strict=True):
         y_TO = ops.linear(x_TI, weight_OI)
         groups.append(y_TO if spec is None else round_rows(y_TO, spec))
-    return torch.stack(groups, dim=1)
+    # one group needs no copy
+    return torch.stack(groups, dim=1) if len(groups) > 1 else groups[0].unsqueeze(1)
 
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
