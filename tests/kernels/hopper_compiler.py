@@ -192,9 +192,10 @@ def call_all(size: dict[str, int]) -> None:
         router = Router(torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5)
         mixing = torch.zeros(rows, 4, 4)
         advance.advance_routed(u, streams, four, mixing, four, sublayer, FP8, router, present)
-    for many in (rows, 80, 1024, 4096):
-        several = torch.zeros(many, 4, hidden, **half), torch.zeros(many, 4), torch.zeros(many, 4, 4)
-        advance.advance(torch.zeros(many, hidden, **half), *several, several[1], sublayer, FP8)
+    for many, wide in ((rows, hidden), (rows, 512), (80, hidden)):
+        several = torch.zeros(many, 4, wide, **half), torch.zeros(many, 4), torch.zeros(many, 4, 4)
+        coefficients = sublayer._replace(fn=torch.zeros(24, 4 * wide), gain_D=torch.zeros(wide, **half))
+        advance.advance(torch.zeros(many, wide, **half), *several, several[1], coefficients, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)

@@ -160,18 +160,16 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# rows of a tile, channels of a step, shares, warps, stages, weights split beforehand; None is the kernel for few rows
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "channels", "tiling"),
+    ("rows", "channels", "kernel"),
     [
-        (3, 32, None),
-        (3, 160, None),
-        # one step a share, shares of two steps, of which the last has one, and one share alone
-        (3, 160, (16, 64, 3, 4, 1, False)),
-        (17, 160, (16, 32, 3, 4, 1, True)),
-        (17, 160, (16, 64, 1, 4, 1, False)),
-        *(release(rows, 5120, "chosen") for rows in (1, 3, 40, 300, 1100, 4500)),
+        # one launch; tiles of rows and shares of channels, the last not whole; rows by chunks, then tiles' products
+        (3, 32, "row"),
+        (3, 160, "row"),
+        (17, 160, "shares"),
+        (17, 160, "rows"),
+        *(release(rows, 5120, "chosen") for rows in (1, 3, 40, 300, 1100)),
         release(70, 256, "chosen"),
         release(2, 8192, "chosen"),
     ],
@@ -181,16 +179,16 @@ def test_advance(
     dtype: torch.dtype,
     rows: int,
     channels: int,
-    tiling: tuple[int, ...] | str | None,
+    kernel: str,
     fresh: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cedar.kernels.triton import advance as kernel
+    from cedar.kernels.triton import advance
 
-    if isinstance(tiling, tuple):
-        monkeypatch.setattr(kernel, "_NARROW", 0)
-        monkeypatch.setattr(kernel, "_FEW_MIXES", 4)
-        monkeypatch.setattr(kernel, "tiling", lambda rows, channels: kernel.Tiling(*tiling))
+    if kernel in ("shares", "rows"):
+        monkeypatch.setattr(advance, "_NARROW", 0)
+        monkeypatch.setattr(advance, "_FEW_ROWS", 0 if kernel == "rows" else 64)
+        monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=64, programs=12, chunk=64))
     streams, y = (
         torch.randn(rows, 4, channels, device=device).to(dtype),
         torch.randn(rows, channels, device=device).to(dtype),

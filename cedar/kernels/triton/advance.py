@@ -1,10 +1,11 @@
 """From one sublayer's output to the next one's input with the streams read once.
 
-Few rows of narrow streams: three programs a row, one makes the input, two the mixes. All others: a program takes a
-tile of rows and a share of the channels, and what is summed over channels meets the coefficients' weights, in two
-bfloat16 parts, as a product of tiles. With several shares a second kernel adds their sums in a fixed order.
+Few rows of narrow streams: some programs a row, each of which reads its part of the weights before the kernel before
+has ended. Few rows of wide ones: a program takes a tile of rows and a share of the channels, and a second kernel adds
+the shares' sums in a fixed order. Many rows: a program makes a row's streams and input, which nothing has to be read
+twice for; what the mixes need is a product of tiles behind it, which reads the streams once more.
 
-T rows, N streams, D channels of a stream, P rows of a tile, B channels of a step, S shares.
+T rows, N streams, D channels of a stream, P and R rows of a tile, B channels of a step, S shares.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ _NARROW, _FEW_ROWS = 256, 64
 _MOST_FED, _FEW_EXPERTS, _INNER = 4, 16, 32
 # columns of a row's partial sums: 24 products, then the squares of the streams and of the input
 _SQUARE, _INPUT_SQUARE = tl.constexpr(24), tl.constexpr(25)
-_OPAQUE = tl.constexpr(not INTERPRETED)
-# rows whose mixes are made one by one
-_FEW_MIXES = 256
+_COMPILED = tl.constexpr(not INTERPRETED)
+# rows and channels of a tile, for few rows
+_ROWS, _SHARE = 16, 64
+# rows whose mixes a program makes, where there are many
+_MIXED = 32
 # channels that a program norms
 _SLICE = 1024
 
@@ -90,17 +93,23 @@ def _old_mixes(post_ptr, mixing_ptr, row, known, FRESH: tl.constexpr):
 
 
 @triton.jit
-def _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype: tl.constexpr, FRESH: tl.constexpr):
-    """Some channels of some rows' four new streams, as `dtype` holds them."""
+def _read(y_ptr, x_ptr, row, channel, inside, channels, FRESH: tl.constexpr):
+    """Some channels of some rows: the four old streams, then the sublayer's output if there is one to mix in."""
     place = x_ptr + row * 4 * channels + channel
     x0 = tl.load(place, mask=inside, other=0.0)
     x1 = tl.load(place + channels, mask=inside, other=0.0)
     x2 = tl.load(place + 2 * channels, mask=inside, other=0.0)
     x3 = tl.load(place + 3 * channels, mask=inside, other=0.0)
+    return x0, x1, x2, x3, tl.load(y_ptr + row * channels + channel, mask=inside, other=0.0) if FRESH else x0
+
+
+@triton.jit
+def _mixed(old, mixes, dtype: tl.constexpr, FRESH: tl.constexpr):
+    """The four new streams, as `dtype` holds them."""
     if FRESH:
-        y = tl.load(y_ptr + row * channels + channel, mask=inside, other=0.0).to(tl.float32)
         post, m0, m1, m2, m3 = mixes
-        x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+        x0, x1, x2, x3 = old[0].to(tl.float32), old[1].to(tl.float32), old[2].to(tl.float32), old[3].to(tl.float32)
+        y = old[4].to(tl.float32)
         return (
             (post[0] * y + m0[0] * x0 + m1[0] * x1 + m2[0] * x2 + m3[0] * x3).to(dtype),
             (post[1] * y + m0[1] * x0 + m1[1] * x1 + m2[1] * x2 + m3[1] * x3).to(dtype),
@@ -108,7 +117,12 @@ def _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype: tl.cons
             (post[3] * y + m0[3] * x0 + m1[3] * x1 + m2[3] * x2 + m3[3] * x3).to(dtype),
         )
     else:
-        return x0, x1, x2, x3
+        return old[0], old[1], old[2], old[3]
+
+
+@triton.jit
+def _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype: tl.constexpr, FRESH: tl.constexpr):
+    return _mixed(_read(y_ptr, x_ptr, row, channel, inside, channels, FRESH), mixes, dtype, FRESH)
 
 
 @triton.jit
@@ -275,80 +289,28 @@ def _advance(
             tl.store(inner_ptr + place_, y.to(dtype), mask=inner < num_inner)
 
 
-# any other rows
+# other rows, few: tiles of rows, shares of channels
 
 
 @triton.jit
-def _split_weights(fn_ptr, part_ptr, width, B: tl.constexpr):
-    """Rows 0..23 of the weights in two bfloat16 parts, [2, 32, width]; the other rows are zero."""
-    follow()
-    output = tl.program_id(0)
-    column = tl.program_id(1) * B + tl.arange(0, B)
-    inside = column < width
-    f = tl.load(fn_ptr + output * width + column, mask=inside & (output < 24), other=0.0)
-    high = f.to(tl.bfloat16)
-    place = part_ptr + output.to(tl.int64) * width + column
-    tl.store(place, high, mask=inside)
-    tl.store(place + 32 * width, (f - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def _parts(fn_ptr, j, channel, channels, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
-    """Weights of stream j as two operands of a product, [32, B] each; in float32 the second one is zero."""
-    output = tl.arange(0, 32)[:, None]
-    width = 4 * channels
-    place = fn_ptr + output * width + j * channels + channel[None, :]
-    inside = (channel < channels)[None, :]
-    if SPLIT:
-        return tl.load(place, mask=inside, other=0.0), tl.load(place + 32 * width, mask=inside, other=0.0)
-    else:
-        f = tl.load(place, mask=inside & (output < 24), other=0.0)
-        high = f.to(OPERAND)
-        return high, (f - high.to(tl.float32)).to(OPERAND)
-
-
-@triton.jit
-def _settled(x):
-    """x: an opaque step, without which the compiler computes the streams once more in the layout of a product."""
-    if _OPAQUE and x.dtype == tl.bfloat16:
+def _opaque(x):
+    """x, by a step that the compiler neither repeats nor moves across a wait."""
+    if _COMPILED and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
+    elif _COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, is_pure=False, pack=1)
     else:
         return x
 
 
 @triton.jit
-def _product(stream, parts, total, low, OPERAND: tl.constexpr):
-    stream = stream.to(OPERAND)
-    total = tl.dot(stream, tl.trans(parts[0]), total, input_precision="ieee")
+def _product(stream, weight, total, low, OPERAND: tl.constexpr):
+    """Products of a tile with float32 weights; bfloat16 rows meet two parts of them, which hold 16 bits."""
+    stream, high = stream.to(OPERAND), weight.to(OPERAND)
+    total = tl.dot(stream, tl.trans(high), total, input_precision="ieee")
     if OPERAND != tl.float32:
-        low = tl.dot(stream, tl.trans(parts[1]), low)
+        low = tl.dot(stream, tl.trans((weight - high.to(tl.float32)).to(OPERAND)), low)
     return total, low
-
-
-@triton.jit
-def _step(
-    y_ptr, x_ptr, out_ptr, normed_ptr, mixes, premix, p0, p1, p2, p3, row, known, channel, channels,
-    total, low, square, input_square, FRESH: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Some channels of a tile of rows: the streams and the input are written, the sums go on."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    place, inside = channel[None, :], known & (channel < channels)[None, :]
-    streams = _streams(y_ptr, x_ptr, mixes, row, place, inside, channels, dtype, FRESH)
-    streams = _settled(streams[0]), _settled(streams[1]), _settled(streams[2]), _settled(streams[3])
-    if FRESH:
-        _store_streams(out_ptr, streams, row, place, inside, channels)
-    u = _collapse(streams, premix)
-    tl.store(normed_ptr + row * channels + place, u, mask=inside)
-    total, low = _product(streams[0], p0, total, low, OPERAND)
-    total, low = _product(streams[1], p1, total, low, OPERAND)
-    total, low = _product(streams[2], p2, total, low, OPERAND)
-    total, low = _product(streams[3], p3, total, low, OPERAND)
-    s0, s1, s2, s3 = (
-        streams[0].to(tl.float32), streams[1].to(tl.float32), streams[2].to(tl.float32), streams[3].to(tl.float32)
-    )  # fmt: skip
-    u = u.to(tl.float32)
-    square += tl.sum(s0 * s0 + s1 * s1 + (s2 * s2 + s3 * s3), axis=1)
-    return total, low, square, input_square + tl.sum(u * u, axis=1)
 
 
 @triton.jit
@@ -357,149 +319,189 @@ def _across(four):
 
 
 @triton.jit
-def _tile_mixes(post_ptr, mixing_ptr, premix_ptr, row_P, known_P, FRESH: tl.constexpr):
-    """`_old_mixes` and the pre-mix of a tile's rows, [P, 1] each."""
+def _share_streams(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr, num_rows, channels,
+    FRESH: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """P rows times B channels; `normed` holds the input before its norm for now."""
+    announce()
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    row_P = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    known_P, channel = row_P < num_rows, share * B + tl.arange(0, B)
+    row, known, output = row_P[:, None], known_P[:, None], tl.arange(0, 32)
+    place, inside = channel[None, :], known & (channel < channels)[None, :]
+    # the weights are read while the kernel before still runs
+    fn_ptr += output[:, None] * (4 * channels) + channel[None, :]
+    wanted = (output < 24)[:, None] & (channel < channels)[None, :]
+    w0 = tl.load(fn_ptr, mask=wanted, other=0.0)
+    w1 = tl.load(fn_ptr + channels, mask=wanted, other=0.0)
+    w2 = tl.load(fn_ptr + 2 * channels, mask=wanted, other=0.0)
+    w3 = tl.load(fn_ptr + 3 * channels, mask=wanted, other=0.0)
+    wait()
+    # nothing may wait for the weights before the streams are on their way
+    w0, w1, w2, w3 = _opaque(w0), _opaque(w1), _opaque(w2), _opaque(w3)
     premix = _across(_four(premix_ptr + row_P * 4, known_P))
     if FRESH:
         post, m0, m1, m2, m3 = _old_mixes(post_ptr, mixing_ptr, row_P, known_P, FRESH)
-        return (_across(post), _across(m0), _across(m1), _across(m2), _across(m3)), premix
+        mixes = _across(post), _across(m0), _across(m1), _across(m2), _across(m3)
     else:
-        return None, premix
-
-
-@triton.jit
-def _share_streams(
-    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr,
-    scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr,
-    num_rows, channels, shares, span, eps, rms_eps,
-    FRESH: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr, ITERATIONS: tl.constexpr, ALONE: tl.constexpr,
-    ONE: tl.constexpr, P: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """P rows times one share of the channels; `normed` holds the input before its norm for now."""
-    announce()
-    share = tl.program_id(1)
-    row_P = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
-    row, known = row_P[:, None], (row_P < num_rows)[:, None]
-    first = share * span
+        mixes = None
+    s0, s1, s2, s3 = _streams(y_ptr, x_ptr, mixes, row, place, inside, channels, out_ptr.dtype.element_ty, FRESH)
+    # not computed once more in the layout of a product
+    s0, s1, s2, s3 = _opaque(s0), _opaque(s1), _opaque(s2), _opaque(s3)
+    if FRESH:
+        _store_streams(out_ptr, (s0, s1, s2, s3), row, place, inside, channels)
+    u = _collapse((s0, s1, s2, s3), premix)
+    tl.store(normed_ptr + row * channels + place, u, mask=inside)
     total, low = tl.zeros([P, 32], tl.float32), tl.zeros([P, 32], tl.float32)
-    square, input_square = tl.zeros([P], tl.float32), tl.zeros([P], tl.float32)
-    if ONE:
-        # the weights are read while the kernel before still runs
-        channel = first + tl.arange(0, B)
-        p0 = _parts(fn_ptr, 0, channel, channels, OPERAND, SPLIT)
-        p1 = _parts(fn_ptr, 1, channel, channels, OPERAND, SPLIT)
-        p2 = _parts(fn_ptr, 2, channel, channels, OPERAND, SPLIT)
-        p3 = _parts(fn_ptr, 3, channel, channels, OPERAND, SPLIT)
-        wait()
-        mixes, premix = _tile_mixes(post_ptr, mixing_ptr, premix_ptr, row_P, row_P < num_rows, FRESH)
-        total, low, square, input_square = _step(
-            y_ptr, x_ptr, out_ptr, normed_ptr, mixes, premix, p0, p1, p2, p3, row, known, channel, channels,
-            total, low, square, input_square, FRESH, OPERAND,
-        )  # fmt: skip
-    else:
-        wait()
-        mixes, premix = _tile_mixes(post_ptr, mixing_ptr, premix_ptr, row_P, row_P < num_rows, FRESH)
-        for start in tl.range(first, tl.minimum(first + span, channels), B, num_stages=STAGES):
-            channel = start + tl.arange(0, B)
-            p0 = _parts(fn_ptr, 0, channel, channels, OPERAND, SPLIT)
-            p1 = _parts(fn_ptr, 1, channel, channels, OPERAND, SPLIT)
-            p2 = _parts(fn_ptr, 2, channel, channels, OPERAND, SPLIT)
-            p3 = _parts(fn_ptr, 3, channel, channels, OPERAND, SPLIT)
-            total, low, square, input_square = _step(
-                y_ptr, x_ptr, out_ptr, normed_ptr, mixes, premix, p0, p1, p2, p3, row, known, channel, channels,
-                total, low, square, input_square, FRESH, OPERAND,
-            )  # fmt: skip
-    output = tl.arange(0, 32)[None, :]
-    total += low
-    if ALONE:
-        tl.store(partial_ptr + row_P * 32 + _INPUT_SQUARE, input_square, mask=row_P < num_rows)
-        inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
-        terms = logit_terms(output, scale_ptr, base_ptr)
-        logit = total * inverse[:, None] * terms[0] + terms[1]
-        store_gates(logit, output, row, known, next_premix_ptr, next_post_ptr, eps)
-        store_logits(logit, output, row, known, next_mixing_ptr)
-        balance(next_mixing_ptr, row_P, row_P < num_rows, eps, ITERATIONS)
-    else:
-        total = tl.where(output == _SQUARE, square[:, None], total)
-        total = tl.where(output == _INPUT_SQUARE, input_square[:, None], total)
-        tl.store(partial_ptr + (row * shares + share) * 32 + output, total, mask=known)
+    total, low = _product(s0, w0, total, low, OPERAND)
+    total, low = _product(s1, w1, total, low, OPERAND)
+    total, low = _product(s2, w2, total, low, OPERAND)
+    total, low = _product(s3, w3, total, low, OPERAND)
+    s0, s1, s2, s3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
+    square, u = tl.sum(s0 * s0 + s1 * s1 + (s2 * s2 + s3 * s3), axis=1), u.to(tl.float32)
+    total = tl.where(output[None, :] == _SQUARE, square[:, None], total + low)
+    total = tl.where(output[None, :] == _INPUT_SQUARE, tl.sum(u * u, axis=1)[:, None], total)
+    tl.store(partial_ptr + (row * shares + share) * 32 + output[None, :], total, mask=known)
 
 
 @triton.jit
 def _join_shares(
     partial_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
-    next_mixing_ptr, num_rows, channels, shares, mixers, slices, eps, rms_eps, norm_eps,
-    ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+    next_mixing_ptr, channels, shares, eps, rms_eps, norm_eps,
+    ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the shares: the first programs make the mixes of R rows each, the others norm B channels of a row."""
+    """A row's sums over its shares: one program makes its mixes, the others norm B channels each."""
     announce()
-    program, output = tl.program_id(0), tl.arange(0, 32)
-    if program < mixers:
-        if R == 1:
-            share, row = tl.arange(0, S), program.to(tl.int64)
-            place = partial_ptr + (row * shares + share) * 32
-            terms = logit_terms(output, scale_ptr, base_ptr)
-            wait()
-            there = (share < shares)[:, None]
-            total = tl.sum(tl.load(place[:, None] + output[None, :], mask=there, other=0.0), axis=0)
-            square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=0)
-            inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
-            logit = total * inverse * terms[0] + terms[1]
-            store_logits(logit, output, row, row >= 0, next_mixing_ptr)
-            store_gates(logit, output, row, row >= 0, next_premix_ptr, next_post_ptr, eps)
-            balance(next_mixing_ptr, row, row >= 0, eps, ITERATIONS)
-        else:
-            rows = program.to(tl.int64) * R + tl.arange(0, R)
-            known = rows < num_rows
-            sums = tl.zeros([R, 32], tl.float32)
-            terms_ = logit_terms(output[None, :], scale_ptr, base_ptr)
-            wait()
-            for number in range(shares):
-                place = partial_ptr + (rows * shares + number)[:, None] * 32 + output[None, :]
-                sums += tl.load(place, mask=known[:, None], other=0.0)
-            squares = tl.sum(tl.where(output[None, :] == _SQUARE, sums, 0.0), axis=1)
-            inverses = 1.0 / tl.sqrt_rn(squares / (4 * channels) + rms_eps)
-            logits = sums * inverses[:, None] * terms_[0] + terms_[1]
-            store_logits(logits, output[None, :], rows[:, None], known[:, None], next_mixing_ptr)
-            store_gates(logits, output[None, :], rows[:, None], known[:, None], next_premix_ptr, next_post_ptr, eps)
-            balance(next_mixing_ptr, rows, known, eps, ITERATIONS)
+    row, part, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, S)
+    place, there = partial_ptr + (row * shares + share) * 32, share < shares
+    if part == 0:
+        output = tl.arange(0, 32)
+        terms = logit_terms(output, scale_ptr, base_ptr)
+        wait()
+        total = tl.sum(tl.load(place[:, None] + output[None, :], mask=there[:, None], other=0.0), axis=0)
+        square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=0)
+        logit = total * (1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)) * terms[0] + terms[1]
+        store_logits(logit, output, row, row >= 0, next_mixing_ptr)
+        store_gates(logit, output, row, row >= 0, next_premix_ptr, next_post_ptr, eps)
+        balance(next_mixing_ptr, row, row >= 0, eps, ITERATIONS)
     else:
-        normer = (program - mixers).to(tl.int64)
-        row_ = normer // slices
-        channel = (normer % slices) * B + tl.arange(0, B)
+        channel = (part - 1) * B + tl.arange(0, B)
         inside = channel < channels
-        share_ = tl.arange(0, S)
         gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
         wait()
-        place_ = row_ * channels + channel
-        u = tl.load(normed_ptr + place_, mask=inside, other=0.0)
-        part_ = partial_ptr + (row_ * shares + share_) * 32 + _INPUT_SQUARE
-        input_square = tl.sum(tl.load(part_, mask=share_ < shares, other=0.0), axis=0)
-        inverse_ = 1.0 / tl.sqrt_rn(input_square / channels + norm_eps)
-        normed = (u.to(tl.float32) * inverse_ * gain).to(normed_ptr.dtype.element_ty)
-        tl.store(normed_ptr + place_, normed, mask=inside)
+        u = tl.load(normed_ptr + row * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        square = tl.sum(tl.load(place + _INPUT_SQUARE, mask=there, other=0.0), axis=0)
+        normed = (u * (1.0 / tl.sqrt_rn(square / channels + norm_eps)) * gain).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * channels + channel, normed, mask=inside)
         if ROUNDED:
-            tl.store(rounded_ptr + place_, _rounded(normed, B), mask=inside)
+            tl.store(rounded_ptr + row * channels + channel, _rounded(normed, B), mask=inside)
 
 
-class Tiling(NamedTuple):
-    """How the rows are shared out."""
-
-    rows: int
-    step: int
-    shares: int
-    num_warps: int
-    stages: int
-    split: bool
+# many rows: one pass a row, then products of tiles of rows
 
 
-def tiling(num_rows: int, channels: int) -> Tiling:
-    """What was fastest on an H200 at 5120 channels."""
-    if num_rows <= 16:
-        return Tiling(16, 64, triton.cdiv(channels, 64), 4, 1, False)
-    if num_rows <= 256:
-        return Tiling(16, 64, triton.cdiv(channels, 64), 4, 1, False)
-    return Tiling(64, 32, 4 if num_rows < 4096 else 2, 8, 2, True)
+@triton.jit
+def _stream_rows(
+    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, gain_ptr, out_ptr, normed_ptr, rounded_ptr, square_ptr,
+    part_ptr, num_rows, channels, norm_eps,
+    FRESH: tl.constexpr, ROUNDED: tl.constexpr, CHUNKS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """A row's streams and input, B channels at a time; one more program a row of the weights cuts it in two parts."""
+    announce()
+    program = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wait()
+    if program < num_rows:
+        mixes = _old_mixes(post_ptr, mixing_ptr, program, program >= 0, FRESH)
+        premix = _four(premix_ptr + program * 4, program >= 0)
+        inputs = ()
+        square, input_square = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
+        channel = tl.arange(0, B)
+        old = _read(y_ptr, x_ptr, program, channel, channel < channels, channels, FRESH)
+        for number in tl.static_range(CHUNKS):
+            channel = number * B + tl.arange(0, B)
+            inside = channel < channels
+            ahead = old
+            if number + 1 < CHUNKS:
+                # before this chunk's streams are written: the compiler cannot know that they lie elsewhere
+                ahead = _read(y_ptr, x_ptr, program, channel + B, channel + B < channels, channels, FRESH)
+            streams = _mixed(old, mixes, dtype, FRESH)
+            old = ahead
+            if FRESH:
+                _store_streams(out_ptr, streams, program, channel, inside, channels)
+            u = _collapse(streams, premix)
+            inputs = inputs + (u,)  # type: ignore[assignment]
+            for j in tl.static_range(4):
+                square += streams[j].to(tl.float32) * streams[j].to(tl.float32)
+            input_square += u.to(tl.float32) * u.to(tl.float32)
+        tl.store(square_ptr + program, tl.sum(square, axis=0))
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(input_square, axis=0) / channels + norm_eps)
+        for number in tl.static_range(CHUNKS):
+            channel = number * B + tl.arange(0, B)
+            inside = channel < channels
+            gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+            normed = (inputs[number].to(tl.float32) * inverse * gain).to(dtype)
+            tl.store(normed_ptr + program * channels + channel, normed, mask=inside)
+            if ROUNDED:
+                tl.store(rounded_ptr + program * channels + channel, _rounded(normed, B), mask=inside)
+    else:
+        # rows 24..31 of the parts are zero
+        output, width = program - num_rows, 4 * channels
+        for start in range(0, width, B):
+            column = start + tl.arange(0, B)
+            f = tl.load(fn_ptr + output * width + column, mask=(column < width) & (output < 24), other=0.0)
+            high = f.to(part_ptr.dtype.element_ty)
+            place = part_ptr + output * width + column
+            tl.store(place, high, mask=column < width)
+            low = (f - high.to(tl.float32)).to(part_ptr.dtype.element_ty)
+            tl.store(place + 32 * width, low, mask=column < width)
+
+
+@triton.jit
+def _tile_products(
+    x_ptr, part_ptr, square_ptr, partial_ptr, num_rows, width, span,
+    OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """P rows' products over a share of their channels with both parts of the weights."""
+    follow()
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    known, output = row < num_rows, tl.arange(0, 64)
+    total = tl.zeros([P, 64], tl.float32)
+    first = share * span
+    for start in tl.range(first, tl.minimum(first + span, width), B, num_stages=STAGES):
+        channel = start + tl.arange(0, B)
+        inside = (channel < width)[None, :]
+        x = tl.load(x_ptr + row[:, None] * width + channel[None, :], mask=known[:, None] & inside, other=0.0)
+        w = tl.load(part_ptr + output[:, None] * width + channel[None, :], mask=inside, other=0.0)
+        total = tl.dot(x.to(OPERAND), tl.trans(w.to(OPERAND)), total, input_precision="ieee")
+    high, low = tl.split(tl.permute(tl.reshape(total, (P, 2, 32)), (0, 2, 1)))
+    column = tl.arange(0, 32)[None, :]
+    square = tl.load(square_ptr + row, mask=known & (share == 0), other=0.0)
+    total = tl.where(column == _SQUARE, square[:, None], high + low)
+    tl.store(partial_ptr + (row * shares + share)[:, None] * 32 + column, total, mask=known[:, None])
+
+
+@triton.jit
+def _mix_rows(
+    partial_ptr, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, num_rows, channels, shares,
+    eps, rms_eps, ITERATIONS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    announce()
+    row, output = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, 32)[None, :]
+    known = row < num_rows
+    total = tl.zeros([R, 32], tl.float32)
+    terms = logit_terms(output, scale_ptr, base_ptr)
+    wait()
+    for share in range(shares):
+        total += tl.load(partial_ptr + (row * shares + share)[:, None] * 32 + output, mask=known[:, None], other=0.0)
+    square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=1)
+    inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
+    logit = total * inverse[:, None] * terms[0] + terms[1]
+    store_logits(logit, output, row[:, None], known[:, None], next_mixing_ptr)
+    store_gates(logit, output, row[:, None], known[:, None], next_premix_ptr, next_post_ptr, eps)
+    balance(next_mixing_ptr, row, known, eps, ITERATIONS)
 
 
 def advance(
@@ -631,13 +633,12 @@ def _run(
     old_post = premix_TN if post_TN is None else post_TN.contiguous()
     old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
     new_mixes = premix, post, mixing
-    if channels > _NARROW or num_rows > _FEW_ROWS:
+    entered = Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
+    if num_rows > _FEW_ROWS or channels > _NARROW:
         assert others is None
-        _run_tiles(
-            y, streams_TND, old_post, old_mixing, premix_TN, sublayer, out_TND, normed_TD, rounded_TD, *new_mixes,
-            fresh=fresh, rounded=spec is not None,
-        )  # fmt: skip
-        return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
+        run = _run_rows if num_rows > _FEW_ROWS else _run_shares
+        run(y, streams_TND, old_post, old_mixing, premix_TN, sublayer, entered, fresh=fresh, rounded=spec is not None)
+        return entered
     # three programs a row, and one for each block of outputs, or of each expert's inner channels
     programs = 3 + (num_experts + 1) * triton.cdiv(num_inner, _INNER) if num_inner else 3
     _advance[(num_rows, programs)](
@@ -648,53 +649,87 @@ def _run(
         E=max(2, next_power_of_2(num_experts)) if num_experts else 0, INNER=_INNER if num_inner else 0, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    return Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
+    return entered
 
 
-def _run_tiles(
+def _run_shares(
     y: Tensor,
     streams_TND: Tensor,
     old_post: Tensor,
     old_mixing: Tensor,
     premix_TN: Tensor,
     sublayer: Sublayer,
-    out_TND: Tensor,
-    normed_TD: Tensor,
-    rounded_TD: Tensor,
-    premix: Tensor,
-    post: Tensor,
-    mixing: Tensor,
+    entered: Entered,
     *,
     fresh: bool,
     rounded: bool,
 ) -> None:
     num_rows, _, channels = streams_TND.shape
-    plan, kind = tiling(num_rows, channels), operand(streams_TND)
-    span = triton.cdiv(triton.cdiv(channels, plan.step), plan.shares) * plan.step
-    shares = triton.cdiv(channels, span)
-    alone, split = shares == 1, plan.split and kind == tl.bfloat16
+    shares, width = triton.cdiv(channels, _SHARE), min(_SLICE, next_power_of_2(channels))
     partial = torch.empty(num_rows, shares, 32, device=streams_TND.device, dtype=torch.float32)
-    fn = sublayer.fn.contiguous()
-    if split:
-        width = 4 * channels
-        fn = torch.empty(2, 32, width, device=streams_TND.device, dtype=torch.bfloat16)
-        _split_weights[(32, triton.cdiv(width, 1024))](sublayer.fn, fn, width, B=1024, launch_pdl=AHEAD)
-    _share_streams[(triton.cdiv(num_rows, plan.rows), shares)](
-        y, streams_TND, old_post, old_mixing, premix_TN, fn, out_TND, normed_TD, partial,
-        sublayer.scale_3, sublayer.base, premix, post, mixing,
-        num_rows, channels, shares, span, sublayer.eps, sublayer.rms_eps,
-        FRESH=fresh, OPERAND=kind, SPLIT=split, ITERATIONS=sublayer.iterations, ALONE=alone,
-        ONE=span == plan.step and not split, P=plan.rows, B=plan.step, STAGES=plan.stages, num_warps=plan.num_warps,
+    out_TND, normed_TD, rounded_TD, *new_mixes = entered
+    _share_streams[(triton.cdiv(num_rows, _ROWS), shares)](
+        y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, out_TND, normed_TD, partial, num_rows, channels,
+        FRESH=fresh, OPERAND=operand(streams_TND), P=_ROWS, B=_SHARE, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    width = min(_SLICE, next_power_of_2(channels))
-    slices = triton.cdiv(channels, width)
-    # a thread balances a row: where all rows fill the chip anyway, many rows a program
-    rows = 1 if num_rows <= _FEW_MIXES else 32
-    mixers = 0 if alone else triton.cdiv(num_rows, rows)
-    _join_shares[(mixers + num_rows * slices,)](
-        partial, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD, premix, post, mixing,
-        num_rows, channels, shares, mixers, slices, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
-        ROUNDED=rounded, ITERATIONS=sublayer.iterations, R=rows, B=width, S=next_power_of_2(shares), num_warps=4,
+    _join_shares[(num_rows, 1 + triton.cdiv(channels, width))](
+        partial, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD, *new_mixes,
+        channels, shares, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
+        ROUNDED=rounded, ITERATIONS=sublayer.iterations, B=width, S=next_power_of_2(shares), num_warps=4,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+
+
+class Tiling(NamedTuple):
+    """How the products of many rows are shared out: rows of a tile, channels of a step, programs that fill the chip."""
+
+    rows: int = 64
+    step: int = 128
+    programs: int = 264
+    num_warps: int = 4
+    stages: int = 3
+    chunk: int = 1024
+    chunk_warps: int = 4
+
+
+TILING = Tiling()
+
+
+def _run_rows(
+    y: Tensor,
+    streams_TND: Tensor,
+    old_post: Tensor,
+    old_mixing: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    entered: Entered,
+    *,
+    fresh: bool,
+    rounded: bool,
+) -> None:
+    (num_rows, _, channels), kind = streams_TND.shape, operand(streams_TND)
+    width, chunk, device = 4 * channels, min(TILING.chunk, next_power_of_2(channels)), streams_TND.device
+    out_TND, normed_TD, rounded_TD, *new_mixes = entered
+    square_T = torch.empty(num_rows, device=device, dtype=torch.float32)
+    parts = torch.empty(64, width, device=device, dtype=torch.bfloat16 if kind == tl.bfloat16 else torch.float32)
+    _stream_rows[(num_rows + 32,)](
+        y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.gain_D, out_TND, normed_TD, rounded_TD,
+        square_T, parts, num_rows, channels, sublayer.norm_eps,
+        FRESH=fresh, ROUNDED=rounded, CHUNKS=triton.cdiv(channels, chunk), B=chunk, num_warps=TILING.chunk_warps,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+    tiles, steps = triton.cdiv(num_rows, TILING.rows), triton.cdiv(width, TILING.step)
+    span = triton.cdiv(steps, max(1, min(steps, TILING.programs // tiles))) * TILING.step
+    shares = triton.cdiv(width, span)
+    partial = torch.empty(num_rows, shares, 32, device=device, dtype=torch.float32)
+    _tile_products[(tiles, shares)](
+        out_TND, parts, square_T, partial, num_rows, width, span,
+        OPERAND=kind, P=TILING.rows, B=TILING.step, STAGES=TILING.stages, num_warps=TILING.num_warps,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+    _mix_rows[(triton.cdiv(num_rows, _MIXED),)](
+        partial, sublayer.scale_3, sublayer.base, *new_mixes, num_rows, channels, shares, sublayer.eps,
+        sublayer.rms_eps, ITERATIONS=sublayer.iterations, R=_MIXED, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip

@@ -49,19 +49,42 @@ def _total(a, b, c, d, eps):
 
 
 @triton.jit
-def _divide(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps):
-    """Four times four numbers, each four over their sum.
-
-    The four reciprocals come from one, as a thread gets them one by one; no product of four sums leaves float32.
-    """
-    a, b = _total(a0, a1, a2, a3, eps), _total(b0, b1, b2, b3, eps)
-    c, d = _total(c0, c1, c2, c3, eps), _total(d0, d1, d2, d3, eps)
+def _cofactors(a, b, c, d):
+    """(Each number's product of the other three, the product of all)."""
     ab, cd = a * b, c * d
-    inverse = _reciprocal(ab * cd)
-    a, b, c, d = b * cd * inverse, a * cd * inverse, ab * d * inverse, ab * c * inverse
+    return b * cd, a * cd, ab * d, ab * c, ab * cd
+
+
+@triton.jit
+def _columns(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps):
+    """Columns over their sums, by one reciprocal: a thread gets them one by one."""
+    s0, s1, s2, s3 = (
+        _total(a0, b0, c0, d0, eps), _total(a1, b1, c1, d1, eps),
+        _total(a2, b2, c2, d2, eps), _total(a3, b3, c3, d3, eps),
+    )  # fmt: skip
+    s0, s1, s2, s3, product = _cofactors(s0, s1, s2, s3)
+    inverse = _reciprocal(product)
+    s0, s1, s2, s3 = s0 * inverse, s1 * inverse, s2 * inverse, s3 * inverse
     return (
+        a0 * s0, a1 * s1, a2 * s2, a3 * s3, b0 * s0, b1 * s1, b2 * s2, b3 * s3,
+        c0 * s0, c1 * s1, c2 * s2, c3 * s3, d0 * s0, d1 * s1, d2 * s2, d3 * s3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_and_columns(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps):
+    """Rows over their sums, then columns over theirs.
+
+    Rows are left `product` times too large, and so is the epsilon of their columns: the division that follows takes
+    both away, so that only it waits for a reciprocal. No product of sums leaves float32.
+    """
+    a, b, c, d, product = _cofactors(
+        _total(a0, a1, a2, a3, eps), _total(b0, b1, b2, b3, eps), _total(c0, c1, c2, c3, eps),
+        _total(d0, d1, d2, d3, eps),
+    )  # fmt: skip
+    return _columns(
         a0 * a, a1 * a, a2 * a, a3 * a, b0 * b, b1 * b, b2 * b, b3 * b,
-        c0 * c, c1 * c, c2 * c, c3 * c, d0 * d, d1 * d, d2 * d, d3 * d,
+        c0 * c, c1 * c, c2 * c, c3 * c, d0 * d, d1 * d, d2 * d, d3 * d, eps * product,
     )  # fmt: skip
 
 
@@ -104,15 +127,12 @@ def balance(mixing_ptr, row, known, eps, ITERATIONS: tl.constexpr):
     b0, b1, b2, b3 = _softmax(b0, b1, b2, b3, eps)
     c0, c1, c2, c3 = _softmax(c0, c1, c2, c3, eps)
     d0, d1, d2, d3 = _softmax(d0, d1, d2, d3, eps)
-    a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3 = _divide(
-        a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3, eps
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = _columns(
+        a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps
     )
     for _ in range(ITERATIONS - 1):
-        a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = _divide(
+        a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = _rows_and_columns(
             a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps
-        )
-        a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3 = _divide(
-            a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3, eps
         )
     # nobody may still read what is now overwritten
     tl.debug_barrier()
