@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
 
@@ -55,49 +55,60 @@ def _position(channel, N: tl.constexpr):
 
 @triton.jit
 def _plan(
-    ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, num_choices, num_tiles, channels,
-    width,
-    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, arrived_ptr, num_choices, num_tiles,
+    num_arrived, num_rows, channels, width,
+    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, ALONE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The first program sorts the choices; each other one permutes C channels of a row."""
+    """The first program sorts the choices; each other one permutes C channels of a row, and zeroes C counters."""
     follow()
     if tl.program_id(0) == 0:
-        expert = tl.arange(0, E)
-        tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
-        for start in range(0, num_tiles * N, A):
-            place = start + tl.arange(0, A)
-            tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
-            tl.store(tile_ptr + place, -1, mask=place < num_tiles)
-        tl.debug_barrier()
-        count = tl.zeros([E], tl.int32)
-        for start in range(0, num_choices, A):
-            choice = start + tl.arange(0, A)
+        if ALONE:
+            # so few that two of them rarely meet: each is a tile
+            choice = tl.arange(0, A)
             known = choice < num_choices
-            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-            count += tl.histogram(ids, E, mask=known)
-            # any order will do: a row's sum does not depend on its place in a tile
-            tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
-        tiles = (count + N - 1) // N
-        first = tl.cumsum(tiles, axis=0) - tiles
-        tl.store(first_ptr + expert, first)
-        for tile in range(tl.max(tiles, axis=0)):
-            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
-        tl.debug_barrier()
-        for start in range(0, num_choices, A):
-            choice = start + tl.arange(0, A)
-            known = choice < num_choices
-            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-            rank = tl.load(rank_ptr + choice, mask=known, other=0)
-            place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
-            tl.store(member_ptr + place, choice, mask=known)
+            tl.store(tile_ptr + choice, tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32), mask=known)
+            lone = tl.arange(0, N)[None, :] == 0
+            place = choice[:, None] * N + tl.arange(0, N)[None, :]
+            tl.store(member_ptr + place, tl.where(lone, choice[:, None], -1), mask=known[:, None])
+        else:
+            expert = tl.arange(0, E)
+            tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
+            for start in range(0, num_tiles * N, A):
+                place = start + tl.arange(0, A)
+                tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
+                tl.store(tile_ptr + place, -1, mask=place < num_tiles)
+            tl.debug_barrier()
+            count = tl.zeros([E], tl.int32)
+            for start in range(0, num_choices, A):
+                choice = start + tl.arange(0, A)
+                known = choice < num_choices
+                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+                count += tl.histogram(ids, E, mask=known)
+                # any order will do: a row's sum does not depend on its place in a tile
+                tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+            tiles = (count + N - 1) // N
+            first = tl.cumsum(tiles, axis=0) - tiles
+            tl.store(first_ptr + expert, first)
+            for tile in range(tl.max(tiles, axis=0)):
+                tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
+            tl.debug_barrier()
+            for start in range(0, num_choices, A):
+                choice = start + tl.arange(0, A)
+                known = choice < num_choices
+                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+                rank = tl.load(rank_ptr + choice, mask=known, other=0)
+                place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
+                tl.store(member_ptr + place, choice, mask=known)
     else:
         piece = tl.program_id(0) - 1
         pieces = tl.cdiv(width, C)
         row = (piece // pieces).to(tl.int64)
         position = piece % pieces * C + tl.arange(0, C)
-        channel = _channel(position, N)
-        x = tl.load(u_ptr + row * channels + channel, mask=channel < channels, other=0.0)
-        tl.store(x_ptr + row * width + position, x.to(tl.float16), mask=position < width)
+        channel = _channel(position, FORM)
+        x = tl.load(u_ptr + row * channels + channel, mask=(channel < channels) & (row < num_rows), other=0.0)
+        tl.store(x_ptr + row * width + position, x.to(tl.float16), mask=(position < width) & (row < num_rows))
+        place = piece * C + tl.arange(0, C)
+        tl.store(arrived_ptr + place, tl.zeros([C], tl.int32), mask=place < num_arrived)
 
 
 @triton.jit
@@ -174,65 +185,220 @@ def _weights(
 
 
 @triton.jit
+def _rows(x_ptr, row, there, width):
+    """Pointers to the first step of rows, and which of them are there: [N, 256]."""
+    return x_ptr + row.to(tl.int64)[:, None] * width + tl.arange(0, 256)[None, :], there[:, None]
+
+
+@triton.jit
+def _add_shares(one, other, part_ptr, arrived_ptr, there, share, place, SPLIT: tl.constexpr):
+    """The sum of all shares of a block, and who is there for the last program to arrive, which adds them in order."""
+    B: tl.constexpr = one.shape[0]
+    N: tl.constexpr = one.shape[1]
+    part = part_ptr + (place * SPLIT * N + tl.arange(0, N)[None, :]) * (2 * B) + tl.arange(0, B)[:, None]
+    tl.store(part + share * (2 * B * N), one, mask=there[None, :])
+    tl.store(part + share * (2 * B * N) + B, other, mask=there[None, :])
+    tl.debug_barrier()
+    there = there & (tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == SPLIT - 1)
+    one = tl.zeros([B, N], tl.float32)
+    other = tl.zeros([B, N], tl.float32)
+    for i in tl.static_range(SPLIT):
+        from_share = part + i * (2 * B * N)
+        one += tl.load(from_share, mask=there[None, :], other=0.0, cache_modifier=".cg")
+        other += tl.load(from_share + B, mask=there[None, :], other=0.0, cache_modifier=".cg")
+    return one, other, there
+
+
+@triton.jit
+def _activate(
+    gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit,
+    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    B: tl.constexpr = gate.shape[0]
+    N: tl.constexpr = gate.shape[1]
+    gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
+    up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
+    weight = tl.load(weights_ptr + tl.where(there, member, 0), mask=there, other=0.0)
+    y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(DTYPE).to(tl.float32))
+    if ROUNDED:
+        y = round_channels(y, N, B, 0, 32)
+    position = _position(block * B + tl.arange(0, B), FORM)
+    out = inner_ptr + member[:, None].to(tl.int64) * inner_width + position[None, :]
+    tl.store(out, y.to(tl.float16), mask=there[:, None] & (position < inner_width)[None, :])
+
+
+@triton.jit
+def _up_tile(
+    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, part_ptr, arrived_ptr,
+    channels, steps, num_inner, inner_width, k, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr,
+    TILED: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    block, share = tl.program_id(0), tl.program_id(2)
+    member = tl.load(member_ptr + tl.arange(0, N))
+    there = member >= 0
+    x_place, x_mask = _rows(x_ptr, tl.where(there, member, 0) // k, there, steps * 256)
+    gate = tl.zeros([B, N], tl.float32)
+    up = tl.zeros([B, N], tl.float32)
+    if EXTRA:
+        more = tl.load(member_ptr + N + tl.arange(0, EXTRA))
+        more_there = more >= 0
+        more_place, more_mask = _rows(x_ptr, tl.where(more_there, more, 0) // k, more_there, steps * 256)
+        more_gate = tl.zeros([B, EXTRA], tl.float32)
+        more_up = tl.zeros([B, EXTRA], tl.float32)
+    for step in range(share * steps // SPLIT, (share + 1) * steps // SPLIT):
+        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
+        w1 = _weights(codes1_ptr, scales1_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+        gate = tl.dot(w1, x, gate)
+        if EXTRA:
+            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
+            more_gate = tl.dot(w1, more_x, more_gate)
+        w3 = _weights(codes3_ptr, scales3_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+        up = tl.dot(w3, x, up)
+        if EXTRA:
+            more_up = tl.dot(w3, more_x, more_up)
+    if SPLIT > 1:
+        place = tl.program_id(1) * tl.num_programs(0) + block
+        gate, up, there = _add_shares(gate, up, part_ptr, arrived_ptr, there, share, place, SPLIT)
+    _activate(gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit, DTYPE, ROUNDED, N)
+    if EXTRA:
+        _activate(
+            more_gate, more_up, weights_ptr, inner_ptr, more, more_there, block, inner_width, limit, DTYPE, ROUNDED, N
+        )
+
+
+@triton.jit
 def _up(
     x_ptr, weights_ptr, tile_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
-    channels, steps, num_inner, inner_width, words, bytes_, k, limit,
-    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, words, bytes_, k, limit,
+    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    follow()
+    # `_down` may read the plan as soon as it is announced
+    wait()
+    announce()
     expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        block = tl.program_id(0)
-        member = tl.load(member_ptr + tl.program_id(1) * N + tl.arange(0, N))
-        there = member >= 0
+        member_ptr += tl.program_id(1) * (N + EXTRA)
         codes1_ptr += expert * words
         codes3_ptr += expert * words
         scales1_ptr += expert * bytes_
         scales3_ptr += expert * bytes_
-        row = (tl.where(there, member, 0) // k).to(tl.int64)
-        x_place = x_ptr + row[:, None] * (steps * 256) + tl.arange(0, 256)[None, :]
-        gate = tl.zeros([B, N], tl.float32)
-        up = tl.zeros([B, N], tl.float32)
-        for step in range(steps):
-            x = tl.trans(tl.load(x_place + step * 256, mask=there[:, None], other=0.0))
-            w1 = _weights(codes1_ptr, scales1_ptr, block, step, steps, num_inner, channels, B, N, TILED)
-            gate = tl.dot(w1, x, gate)
-            w3 = _weights(codes3_ptr, scales3_ptr, block, step, steps, num_inner, channels, B, N, TILED)
-            up = tl.dot(w3, x, up)
-        gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
-        up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
-        weight = tl.load(weights_ptr + tl.where(there, member, 0), mask=there, other=0.0)
-        y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(DTYPE).to(tl.float32))
-        if ROUNDED:
-            y = round_channels(y, N, B, 0, 32)
-        position = _position(block * B + tl.arange(0, B), N)
-        out = inner_ptr + member[:, None].to(tl.int64) * inner_width + position[None, :]
-        tl.store(out, y.to(tl.float16), mask=there[:, None] & (position < inner_width)[None, :])
+        if EXTRA:
+            if tl.load(member_ptr + N) >= 0:
+                _up_tile(
+                    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
+                    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
+                    DTYPE, ROUNDED, TILED, SPLIT, B, N, EXTRA,
+                )  # fmt: skip
+            else:
+                _up_tile(
+                    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
+                    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
+                    DTYPE, ROUNDED, TILED, SPLIT, B, N, 0,
+                )  # fmt: skip
+        else:
+            _up_tile(
+                x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, part_ptr,
+                arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
+                DTYPE, ROUNDED, TILED, SPLIT, B, N, 0,
+            )  # fmt: skip
+
+
+@triton.jit
+def _fetch_ahead(ptr):
+    """Ask for cache lines; no value comes back."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K: tl.constexpr, ADD: tl.constexpr):
+    B: tl.constexpr = total.shape[0]
+    channel = block * B + tl.arange(0, B)
+    known = (channel < channels)[None, :]
+    y = tl.trans(total * 128.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + member[:, None] * channels + channel[None, :], y, mask=there[:, None] & known)
+    if ADD:
+        # who brings a row's last choice adds them all, always in the same order
+        tl.debug_barrier()
+        row = tl.where(there, member, 0) // K
+        counter = arrived_ptr + row * tl.num_programs(0) + block
+        there = there & (tl.atomic_add(counter, 1, mask=there, sem="acq_rel") == K - 1)
+        inside = there[:, None] & known
+        total = tl.zeros(y.shape, tl.float32)
+        for slot in tl.static_range(K):
+            one = out_ptr + (row * K + slot)[:, None] * channels + channel[None, :]
+            total += tl.load(one, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.store(y_ptr + row[:, None] * channels + channel[None, :], total, mask=inside)
+
+
+@triton.jit
+def _down_tile(
+    inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
+    K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    member = tl.load(member_ptr + tl.arange(0, N)).to(tl.int64)
+    there = member >= 0
+    x_place, x_mask = _rows(inner_ptr, tl.where(there, member, 0), there, steps * 256)
+    total = tl.zeros([B, N], tl.float32)
+    if EXTRA:
+        more = tl.load(member_ptr + N + tl.arange(0, EXTRA)).to(tl.int64)
+        more_there = more >= 0
+        more_place, more_mask = _rows(inner_ptr, tl.where(more_there, more, 0), more_there, steps * 256)
+        more_total = tl.zeros([B, EXTRA], tl.float32)
+    for step in range(steps):
+        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
+        w = _weights(codes_ptr, scales_ptr, block, step, steps, channels, num_inner, B, N, TILED)
+        total = tl.dot(w, x, total)
+        if EXTRA:
+            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
+            more_total = tl.dot(w, more_x, more_total)
+    _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K, ADD)
+    if EXTRA:
+        _keep(more_total, out_ptr, arrived_ptr, y_ptr, more, more_there, block, channels, K, ADD)
 
 
 @triton.jit
 def _down(
-    inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, channels, num_inner, steps, words, bytes_,
-    TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
+    words, bytes_, K: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    follow()
-    expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
+    announce()
+    if AHEAD:
+        # the plan was there before `_up` announced this kernel, and weights always are
+        expert = tl.load(tile_ptr + tl.program_id(1), cache_modifier=".cg").to(tl.int64)
+        if expert >= 0:
+            size = steps * (B * 32)
+            first = codes_ptr + expert * words + tl.program_id(0) * size
+            _fetch_ahead(first + tl.minimum(tl.arange(0, 1024) * 32, size - 32))
+        wait()
+    else:
+        wait()
+        expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        block = tl.program_id(0)
-        member = tl.load(member_ptr + tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
-        there = member >= 0
+        member_ptr += tl.program_id(1) * (N + EXTRA)
         codes_ptr += expert * words
         scales_ptr += expert * bytes_
-        x_place = inner_ptr + tl.where(there, member, 0)[:, None] * (steps * 256) + tl.arange(0, 256)[None, :]
-        total = tl.zeros([B, N], tl.float32)
-        for step in range(steps):
-            x = tl.trans(tl.load(x_place + step * 256, mask=there[:, None], other=0.0))
-            w = _weights(codes_ptr, scales_ptr, block, step, steps, channels, num_inner, B, N, TILED)
-            total = tl.dot(w, x, total)
-        channel = block * B + tl.arange(0, B)
-        out = out_ptr + member[:, None] * channels + channel[None, :]
-        y = tl.trans(total * 128.0).to(out_ptr.dtype.element_ty)
-        tl.store(out, y, mask=there[:, None] & (channel < channels)[None, :])
+        if EXTRA:
+            if tl.load(member_ptr + N) >= 0:
+                _down_tile(
+                    inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
+                    steps, K, ADD, TILED, B, N, EXTRA,
+                )  # fmt: skip
+            else:
+                _down_tile(
+                    inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
+                    steps, K, ADD, TILED, B, N, 0,
+                )  # fmt: skip
+        else:
+            _down_tile(
+                inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
+                steps, K, ADD, TILED, B, N, 0,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -264,40 +430,51 @@ def packed_experts(
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     num_choices = num_rows * k
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
-    c = {"N": 16, "up": (64, 3), "down": (64, 4), **(config or {})}
-    rows = c["N"]
+    c = {"N": 16, "extra": 0, "up": (64, 3, 1), "down": (64, 4, True), "ahead": False, "alone": False, **(config or {})}
+    rows, extra = c["N"], c["extra"]
+    capacity = rows + extra
     # no more tiles than these, however the rows choose
-    num_tiles = min(num_choices, num_experts) + num_choices // rows
+    num_tiles = num_choices if c["alone"] else min(num_choices, num_experts) + num_choices // capacity
     experts = next_power_of_2(num_experts)
     steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
+    up_block, up_stages, split = c["up"]
+    down_block, down_stages, add = c["down"]
+    up_grid = triton.cdiv(num_inner, up_block), num_tiles, split
+    down_grid = triton.cdiv(channels, down_block), num_tiles
     new: dict[str, Any] = {"device": u_TD.device}
     # each part aligned, so that one compiled kernel serves all sizes
-    parts = [experts, experts] + [-(-n // 16) * 16 for n in (num_choices, num_tiles, num_tiles * rows)]
-    count, first, rank, tile, member = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
+    counters = up_grid[0] * num_tiles if split > 1 else 0, down_grid[0] * num_rows if add else 0
+    shares, choices = (-(-n // 16) * 16 for n in counters)
+    parts = [experts, experts, *(-(-n // 16) * 16 for n in (num_choices, num_tiles, num_tiles * capacity))]
+    parts.append(shares + choices)
+    count, first, rank, tile, member, arrived = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
     x = torch.empty(num_rows, steps * _STEP, dtype=torch.float16, **new)
-    chunk = max(16, min(1024, next_power_of_2(num_choices)))
-    _plan[(1 + num_rows * triton.cdiv(steps * _STEP, 1024),)](
-        ids_TK, u_TD, x, count, first, rank, tile, member, num_choices, num_tiles, channels, steps * _STEP,
-        A=chunk, E=experts, N=rows, C=1024, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
+    chunk = max(16, min(4096, next_power_of_2(num_choices)))
+    piece = 1024 if num_rows <= 64 else 8192
+    pieces = max(num_rows * triton.cdiv(steps * _STEP, piece), triton.cdiv(shares + choices, piece))
+    _plan[(1 + pieces,)](
+        ids_TK, u_TD, x, count, first, rank, tile, member, arrived, num_choices, num_tiles, shares + choices,
+        num_rows, channels, steps * _STEP,
+        A=chunk, E=experts, N=capacity, FORM=rows, ALONE=c["alone"], C=piece, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
     )  # fmt: skip
     # what no block writes must not be NaN: its weights are zeros
     padded = num_inner % _STEP
     inner = (torch.zeros if padded else torch.empty)(num_choices, inner_steps * _STEP, dtype=torch.float16, **new)
+    part = torch.empty(up_grid[0] * num_tiles * split * rows * 2 * up_block if split > 1 else 0, **new)
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
-    block, stages = c["up"]
-    _up[(triton.cdiv(num_inner, block), num_tiles)](
-        x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, channels, steps, num_inner, inner.shape[1],
+    _up[up_grid](
+        x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, part, arrived, channels, steps, num_inner, inner.shape[1],
         w1.codes[0].numel(), w1.scales[0].numel(), k, limit,
-        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=block, N=rows, num_warps=block // 16, num_stages=stages,
-        launch_pdl=AHEAD,
+        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, SPLIT=split, B=up_block, N=rows, EXTRA=extra,
+        num_warps=up_block // 16, num_stages=up_stages, launch_pdl=AHEAD,
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
-    block, stages = c["down"]
-    _down[(triton.cdiv(channels, block), num_tiles)](
-        inner, tile, member, *w2[:2], choice, channels, num_inner, inner_steps,
-        w2.codes[0].numel(), w2.scales[0].numel(),
-        TILED=tiled, B=block, N=rows, num_warps=block // 16, num_stages=stages, launch_pdl=AHEAD,
-    )  # fmt: skip
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
-    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
+    _down[down_grid](
+        inner, tile, member, *w2[:2], choice, arrived[shares:], y_TD, channels, num_inner, inner_steps,
+        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, AHEAD=c["ahead"], TILED=tiled, B=down_block, N=rows, EXTRA=extra,
+        num_warps=down_block // 16, num_stages=down_stages, launch_pdl=AHEAD,
+    )  # fmt: skip
+    if not add:
+        _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
     return y_TD
