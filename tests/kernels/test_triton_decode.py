@@ -316,26 +316,43 @@ def test_wide_attention(
     assert (got.float() - want.float()).norm() <= bound * want.float().norm()
 
 
-@pytest.mark.parametrize(("heads", "channels"), [(4, 32), (3, 64), (32, 128)])
-def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "channels", "per_page"),
+    # pages smaller than a tile, a tile that lies on one page, the release's two kinds of pages
+    [(4, 32, 8), (3, 64, 64), (32, 128, 8), (2, 128, 128), release(32, 128, 128), release(32, 128, 64)],
+)
+def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int, per_page: int) -> None:
     rows = 4
-    keys = paged(FP4_INDEX, rows, 8, channels, 2, device)
+    keys = paged(FP4_INDEX, rows, per_page, channels, 2, device)
     query = (torch.randn(rows, heads, channels, device=device) * 3).to(dtype)
     # a head whose groups differ in size by many powers of two, and one of nothing
     query[0, 0, :16] *= 1e4
     query[1, 1] = 0
     cos, sin = angles(rows, channels // 4, device, dtype)
     weight = torch.randn(rows, heads, device=device).to(dtype)
-    visible = torch.tensor([0, 48, 1, 33], device=device)
-    got, want = both(lambda: indexer.paged_index_scores(query, cos, sin, weight, keys, visible, 45))
+    # nothing, all, one, and less than all pages
+    visible = torch.tensor([0, 6 * per_page, 1, 4 * per_page + 1], device=device)
+    arguments = query, cos, sin, weight, keys, visible
+    scores, want = both(lambda: indexer.paged_index_scores(*arguments, 6 * per_page - 3))
+    torch.testing.assert_close(scores, want, rtol=1e-4, atol=1e-2)
+    last = per_page * 3 // 2 - 1
+    block = torch.tensor([[0, 1, -1], [0, 7, last], [0, -1, -1], [1, 8, last - 1]], device=device)
+    got, want = both(lambda: indexer.paged_pool_scores(*arguments, block, 4))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
-    block = torch.tensor([[0, 1, -1], [0, 7, 11], [0, -1, -1], [1, 8, 9]], device=device)
-    got, want = both(lambda: indexer.paged_pool_scores(query, cos, sin, weight, keys, visible, block, 4))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
+    # the same bits, scanned or gathered
+    member = (block.unsqueeze(-1) * 4 + torch.arange(4, device=device)).flatten(1)
+    there = (member >= 0) & (member < scores.shape[1])
+    scanned = scores.gather(1, member.where(there, 0)).masked_fill(~there, -torch.inf)
+    assert torch.equal(got.masked_fill(~there, -torch.inf), scanned)
 
 
 @pytest.mark.parametrize(
-    ("columns", "k"), [(1, 4), (40, 16), (700, 16), (300, 300), (1100, 5), release(16384, 512), release(2**20, 512)]
+    ("columns", "k"),
+    [
+        *((1, 4), (40, 16), (700, 16), (300, 300), (1100, 5), (30, 8193)),
+        *(release(columns, 512) for columns in (4096, 16384, 16385, 2**20)),
+        release(131072, 2048),
+    ],
 )
 def test_top_entries(device: str, columns: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from cedar.kernels.triton import topk

@@ -67,13 +67,13 @@ def _e4m3(code):
 
 
 @triton.jit
-def _group_of(planes, g: tl.constexpr, GROUPS: tl.constexpr):
-    """Group g of [H, 32, GROUPS], its channels down: [32, H]."""
+def _group(x, g: tl.constexpr, GROUPS: tl.constexpr):
+    """x[:, :, g] of [rows, channels, groups]: all of it stays in its registers."""
     if GROUPS == 1:
-        return tl.trans(tl.reshape(planes, (planes.shape[0], 32)))
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
     else:
-        even, odd = tl.split(tl.reshape(planes, (planes.shape[0], 32, GROUPS // 2, 2)))
-        return _group_of(odd if g % 2 else even, g // 2, GROUPS // 2)
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], GROUPS // 2, 2)))
+        return _group(odd if g % 2 else even, g // 2, GROUPS // 2)
 
 
 @triton.jit
@@ -83,25 +83,31 @@ def _inverse(power):
 
 
 @triton.jit
-def _turned_query(
+def _load_query(
     query_ptr, cos_ptr, sin_ptr, weight_ptr, num_heads, num_angles, H: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """(a row's query as E4M3 [H, 32, groups], even channels of a group before its odd ones, the heads' weights).
+    """A row's (query [H, C], cosines and sines of its pairs, weights)."""
+    head = tl.arange(0, H)
+    query = tl.load(
+        query_ptr + head[:, None] * C + tl.arange(0, C)[None, :], mask=(head < num_heads)[:, None], other=0.0
+    )
+    turned = tl.arange(0, C // 2) - (C // 2 - num_angles)
+    cos = tl.load(cos_ptr + turned, mask=turned >= 0, other=1.0)
+    sin = tl.load(sin_ptr + turned, mask=turned >= 0, other=0.0)
+    return query, cos, sin, tl.load(weight_ptr + head, mask=head < num_heads, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turn_query(query, cos, sin, weight, H: tl.constexpr, C: tl.constexpr):
+    """(the query as E4M3 [H, 32, groups], even channels of a group before its odd ones, the heads' weights).
 
     The head's largest step goes to its weight; E4M3 holds what is left of a group exactly if its step is at most
     2**14 smaller, and what it rounds beyond that is less than 2**-17 of the head's largest.
     """
-    HALF: tl.constexpr = C // 2
     GROUPS: tl.constexpr = C // 32
-    head, pair = tl.arange(0, H), tl.arange(0, HALF)
-    known = (head < num_heads)[:, None]
-    dtype: tl.constexpr = query_ptr.dtype.element_ty
-    place = query_ptr + head[:, None] * C + tl.arange(0, C)[None, :]
-    query = tl.load(place, mask=known, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(query, (H, HALF, 2)))
-    turned = pair - (HALF - num_angles)
-    cos = tl.load(cos_ptr + turned, mask=turned >= 0, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + turned, mask=turned >= 0, other=0.0)[None, :]
+    dtype: tl.constexpr = query.dtype
+    even, odd = tl.split(tl.reshape(query.to(tl.float32), (H, C // 2, 2)))
+    cos, sin = cos[None, :], sin[None, :]
     query = tl.join((even * cos - odd * sin).to(dtype), (even * sin + odd * cos).to(dtype)).to(tl.float32)
     # [H, groups, 16, 2] -> [H, 2, 16, groups]
     query = tl.reshape(tl.permute(tl.reshape(query, (H, GROUPS, 16, 2)), (0, 3, 2, 1)), (H, 32, GROUPS))
@@ -112,8 +118,38 @@ def _turned_query(
     code = rounded * (step * _inverse(largest)[:, None] * 64.0)[:, None, :]
     if not _INTERPRETED:
         code = code.to(tl.float8e4nv)
-    weight = tl.load(weight_ptr + head, mask=head < num_heads, other=0.0).to(tl.float32)
     return code, weight * largest
+
+
+@triton.jit
+def _places(
+    tile, t, page_ptr, block_ptr, visible, num_columns, num_blocks,
+    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """(a tile's columns, which of them the row sees, their pages or the page of all, their rows there)."""
+    column = tile * J + tl.arange(0, J)
+    if POOLED:
+        inside = column < num_columns
+        block = tl.load(block_ptr + t * num_blocks + column // BLOCK, mask=inside, other=-1)
+        entry = block * BLOCK + column % BLOCK
+        there = inside & (block >= 0) & (entry < visible)
+    else:
+        entry = column
+        there = column < visible
+    if POOLED or PER_PAGE % J != 0:
+        entry = tl.where(there, entry, 0).to(tl.int32)
+        return column, there, tl.load(page_ptr + entry // PER_PAGE), entry % PER_PAGE
+    else:
+        return column, there, tl.load(page_ptr + tile * J // PER_PAGE), tile * J % PER_PAGE + tl.arange(0, J)
+
+
+@triton.jit
+def _fetch(ptr):
+    """Starts on the way to the L2 cache what lies at `ptr`."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -127,15 +163,14 @@ def _scores(
     follow()
     GROUPS: tl.constexpr = C // 32
     t = tl.program_id(1).to(tl.int64)
-    slot, visible = tl.load(slot_ptr + t), tl.load(visible_ptr + t)
-    query, weight = _turned_query(
+    page_ptr += tl.load(slot_ptr + t) * page_stride
+    visible = tl.load(visible_ptr + t)
+    query, cos, sin, weight = _load_query(
         query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles,
-        weight_ptr + t * weight_stride,
-        num_heads, num_angles, H, C,
+        weight_ptr + t * weight_stride, num_heads, num_angles, H, C,
     )  # fmt: skip
-    page_ptr += slot * page_stride
     out_ptr += t * num_columns
-    within, byte = tl.arange(0, J), tl.arange(0, 16)
+    byte = tl.arange(0, C // 2)
     # this program's share of the tiles that have something to see, then of the others
     num_tiles = tl.cdiv(num_columns, J)
     num_seen = num_tiles
@@ -143,34 +178,30 @@ def _scores(
         num_seen = tl.minimum(num_tiles, tl.cdiv(visible, J)).to(tl.int32)
     share = tl.cdiv(num_seen, tl.num_programs(0))
     start = tl.program_id(0) * share
-    for tile in tl.range(start, tl.minimum(start + share, num_seen), num_stages=STAGES):
-        column = tile * J + within
-        if POOLED:
-            inside = column < num_columns
-            block = tl.load(block_ptr + t * num_blocks + column // BLOCK, mask=inside, other=-1)
-            entry = block * BLOCK + column % BLOCK
-            there = inside & (block >= 0) & (entry < visible)
-        else:
-            entry = column
-            there = column < visible
-        if POOLED or PER_PAGE % J != 0:
-            entry = tl.where(there, entry, 0).to(tl.int32)
-            page = tl.load(page_ptr + entry // PER_PAGE)
-            row = entry % PER_PAGE
-        else:
-            # the whole tile lies on one page
-            page = tl.load(page_ptr + tile * J // PER_PAGE)
-            row = tile * J % PER_PAGE + within
-        code_row_ptr = codes_ptr + page * code_page + row * code_row
+    stop = tl.minimum(start + share, num_seen)
+    if start < stop:
+        # the first keys are under way while the query is turned
+        _, _, page, row = _places(
+            start, t, page_ptr, block_ptr, visible, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, J
+        )
+        _fetch(codes_ptr + page * code_page + row * code_row)
+        _fetch(scales_ptr + page * scale_page + row * scale_row)
+    query, weight = _turn_query(query, cos, sin, weight, H, C)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        column, there, page, row = _places(
+            tile, t, page_ptr, block_ptr, visible, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, J
+        )
         scale_row_ptr = scales_ptr + page * scale_page + row * scale_row
         if ALIGNED:
             scales = tl.load(scale_row_ptr.to(tl.pointer_type(tl.int32)))
+        codes = tl.load((codes_ptr + page * code_page + row * code_row)[:, None] + byte[None, :])
+        codes = tl.permute(tl.reshape(codes, (J, GROUPS, 16)), (0, 2, 1))
         total = tl.zeros([J, H], tl.float32)
         for g in tl.static_range(GROUPS):
-            low, high = _e4m3_planes(tl.load(code_row_ptr[:, None] + (16 * g + byte)[None, :]))
+            low, high = _e4m3_planes(_group(codes, g, GROUPS))
             key = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (J, 32))
             # a group's products are exact: 13 bits hold their sum
-            dot = tl.dot(_e4m3(key), _group_of(query, g, GROUPS))
+            dot = tl.dot(_e4m3(key), tl.trans(_group(query, g, GROUPS)))
             if ALIGNED:
                 scale = (scales >> (8 * g)) & 255
             else:
@@ -181,7 +212,7 @@ def _scores(
     share = tl.cdiv(num_tiles - num_seen, tl.num_programs(0))
     start = num_seen + tl.program_id(0) * share
     for tile in range(start, tl.minimum(start + share, num_tiles)):
-        column = tile * J + within
+        column = tile * J + tl.arange(0, J)
         tl.store(out_ptr + column, tl.full([J], float("-inf"), tl.float32), mask=column < num_columns)
 
 

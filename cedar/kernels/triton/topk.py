@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cedar.kernels.reference import indexer as reference
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import next_power_of_2, unavailable
 
@@ -23,6 +24,8 @@ __all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 FORWARD_ONLY = ("top_entries", "top_members")
 # columns that one program holds, 16 a thread
 _TILE = 16384
+# more to choose than this is for a sort
+_MOST_CHOSEN = 8192
 
 
 def fits(op: str, score: Tensor) -> bool:
@@ -30,36 +33,25 @@ def fits(op: str, score: Tensor) -> bool:
     return score.dtype == torch.float32 and score.numel() > 0
 
 
+# the key of -inf
+_LOWEST = tl.constexpr(-0x7F800001)
+
+
 @triton.jit
 def _ordered(score):
-    """Unsigned integers in the order of float32 scores; -0 equals +0, 0 is below every score above -inf."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(score == 0.0, 0, bits)
-    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
-    key = flipped.to(tl.uint32, bitcast=True)
-    return tl.where(score > float("-inf"), key, 0).to(tl.uint32)
+    """Integers in the order of float32 scores; -0 equals +0, what is not a number equals -inf."""
+    bits = tl.where(score > float("-inf"), score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _cut(key, k):
-    """(the least key that is chosen, how many of its equals): all of them if just k keys reach it.
+def _narrow(key, k, enough, low, high, reaching, beyond):
+    """Moves `low` and `high` together until at most `enough` keys reach `low`, or nothing lies between them.
 
-    Args:
-        key: Keys of at least k groups, [members, groups].
+    `reaching` keys, k or more, are `low` or above; `beyond`, fewer than k, are `high` or above.
     """
-    low = tl.full([], 1, tl.uint32)
-    high = tl.max(key) + 1
-    # keys from `low` on, and from `high` on
-    reaching = tl.sum((key > 0).to(tl.int32))
-    beyond = tl.full([], 0, tl.int32)
-    if reaching > k:
-        # each group has a key that reaches the least of their maxima
-        bound = tl.min(tl.max(key, axis=0), axis=0)
-        if bound > 1:
-            low = bound
-            reaching = tl.sum((key >= low).to(tl.int32))
-    while (reaching > k) & (high - low > 1):
-        third = (high - low + 2) // 3
+    while (reaching > enough) & ((high - low).to(tl.uint32) > 1):
+        third = (((high - low).to(tl.uint32) + 2) // 3).to(tl.int32)
         first, second = low + third, low + 2 * third
         # both counts in one sum, 16 bits each
         both = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16))
@@ -70,15 +62,40 @@ def _cut(key, k):
             low, reaching, high, beyond = first, many, second, few
         else:
             high, beyond = first, many
-    return low, tl.where(reaching > k, k - beyond, reaching)
+    return low, high, reaching, beyond
 
 
 @triton.jit
-def _rank(marked):
-    """(how many marks lie before each place, how many there are), by rows of [members, groups]."""
+def _before(marked):
+    """How many marks lie before each place, by rows of [members, groups]."""
     count = marked.to(tl.int32)
     group = tl.sum(count, axis=0)
-    return tl.cumsum(count, axis=0) - count + (tl.cumsum(group, axis=0) - group)[None, :], tl.sum(group, axis=0)
+    return tl.cumsum(count, axis=0) - count + (tl.cumsum(group, axis=0) - group)[None, :]
+
+
+@triton.jit
+def _last_and_sum(word, count, upto, next_word, next_count, next_upto):
+    return next_word, next_count, upto + next_upto
+
+
+@triton.jit
+def _list(marked, first, out_ptr, G: tl.constexpr, M: tl.constexpr):
+    """Writes the places of the marks in ascending order, counted from `first`, by rows of [members, groups]."""
+    # a group's marks are the bits of a word
+    word = tl.sum(marked.to(tl.uint32) << tl.arange(0, M)[:, None].to(tl.uint32), axis=0)
+    count = word - ((word >> 1) & 0x55555555)
+    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+    count = ((((count + (count >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    # words and counts go through the sum unchanged, so that all three lie one a thread
+    word, count, upto = tl.associative_scan((word, count, count), 0, _last_and_sum)
+    slot = upto - count
+    place = first + tl.arange(0, G) * M
+    while tl.max(word, axis=0) > 0:
+        rest = word & (word - 1)
+        # a power of two as float32 is its own exponent
+        index = ((word ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tl.store(out_ptr + slot, place + index, mask=word > 0)
+        word, slot = rest, slot + 1
 
 
 @triton.jit
@@ -88,43 +105,60 @@ def _select(
 ):  # fmt: skip
     follow()
     t, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    score_ptr += t * row_stride
     place = tile * G * M + tl.arange(0, G)[None, :] * M + tl.arange(0, M)[:, None]
-    score = tl.load(score_ptr + t * row_stride + place, mask=place < num_columns, other=float("-inf"))
-    key = _ordered(score)
-    cut, room = _cut(key, k)
-    taken = key >= cut
-    if tl.sum(taken.to(tl.int32)) > k:
+    key = _ordered(tl.load(score_ptr + place, mask=place < num_columns, other=float("-inf")))
+    # each of at least k groups has a key that reaches the least of their maxima
+    best = tl.max(key, axis=0)
+    low, high = tl.maximum(tl.min(best, axis=0), _LOWEST + 1), tl.max(best, axis=0) + 1
+    reaching, beyond = tl.sum((key >= low).to(tl.int32)), tl.full([], 0, tl.int32)
+    low, high, reaching, beyond = _narrow(key, k, 2 * k, low, high, reaching, beyond)
+    taken = key >= low
+    if reaching > 2 * k:
         # what is at the cut fills up from the lowest column
-        before, _ = _rank(key == cut)
-        taken = (key > cut) | ((key == cut) & (before < room))
-    slot, num_taken = _rank(taken)
-    # the few places go where the columns will lie, and come back in order for what lies behind them
+        taken = (key > low) | ((key == low) & (_before(key == low) < k - beyond))
+        reaching = k
+    # at most 2 k places go where the columns will lie, and come back to be chosen from
     out = (t * tl.num_programs(1) + tile) * k
     scratch_ptr = (out_column_ptr + out).to(tl.pointer_type(tl.int32))
-    tl.store(scratch_ptr + slot, place, mask=taken)
+    _list(taken, tile * G * M, scratch_ptr, G, M)
     tl.debug_barrier()
-    chosen = tl.arange(0, K)
-    filled = chosen < num_taken
-    place = tl.load(scratch_ptr + chosen, mask=filled, other=0)
-    tl.debug_barrier()
+    slot = tl.arange(0, 2 * K)
+    listed = slot < reaching
+    place = tl.load(scratch_ptr + slot, mask=listed, other=0)
+    score = tl.load(score_ptr + place, mask=listed, other=float("-inf"))
     if not FIRST:
-        column = tl.load(column_ptr + t * row_stride + place, mask=filled, other=-1)
+        column = tl.load(column_ptr + t * row_stride + place, mask=listed, other=-1)
     elif BLOCK:
-        block = tl.load(block_ptr + t * num_blocks + place // BLOCK, mask=filled, other=0)
+        block = tl.load(block_ptr + t * num_blocks + place // BLOCK, mask=listed, other=0)
         column = block * BLOCK + place % BLOCK
     else:
         column = place.to(tl.int64)
-    tl.store(out_column_ptr + out + chosen, tl.where(filled, column, -1), mask=chosen < k)
+    key = _ordered(score)
+    low, high, reaching, beyond = _narrow(key, k, k, low, high, reaching, beyond)
+    taken = listed & (key >= low)
+    if reaching > k:
+        tied = key == low
+        taken = (key > low) | (tied & (tl.cumsum(tied.to(tl.int32), axis=0) <= k - beyond))
+    tl.debug_barrier()
+    chosen = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    empty = (slot >= reaching) & (slot < k)
+    tl.store(out_column_ptr + out + chosen, column, mask=taken)
+    tl.store(out_column_ptr + out + slot, tl.full([2 * K], -1, tl.int64), mask=empty)
     if not LAST:
-        score = tl.load(score_ptr + t * row_stride + place, mask=filled, other=float("-inf"))
-        tl.store(out_score_ptr + out + chosen, score, mask=chosen < k)
+        tl.store(out_score_ptr + out + chosen, score, mask=taken)
+        tl.store(out_score_ptr + out + slot, tl.full([2 * K], float("-inf"), tl.float32), mask=empty)
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
+    if k > _MOST_CHOSEN:
+        return reference.top_entries(score_TE, k)
     return _top(score_TE, k, None, 0)
 
 
 def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
+    if k > _MOST_CHOSEN:
+        return reference.top_members(score_TP, k, block_TN, block_size)
     return _top(score_TP, k, block_TN.contiguous(), block_size)
 
 
