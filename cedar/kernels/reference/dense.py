@@ -45,6 +45,10 @@ def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
     return inner_TI if spec is None else round_rows(inner_TI, spec)
 
 
+def add_round(first_TD: Tensor, second_TD: Tensor) -> Tensor:
+    return (first_TD.float() + second_TD.float()).to(second_TD.dtype)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     normed_TI = ops.rms_norm(x_TI, gain_I, eps)
     return normed_TI if spec is None else round_rows(normed_TI, spec)
