@@ -83,6 +83,8 @@ def release_block(config: ModelConfig, plan: LayerPlan, device: str) -> Block:
             torch.nn.init.ones_(parameter)
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            # the module may widen it, a checkpoint holds it in bfloat16
+            parameter.copy_(parameter.bfloat16())
         else:
             torch.nn.init.normal_(parameter, std=0.1)
     for module in block.modules():

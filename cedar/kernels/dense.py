@@ -71,6 +71,12 @@ def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
     return select("swiglu_round", x_TX)(x_TX, limit, spec)
 
 
+def add_round(first_TD: Tensor, second_TD: Tensor) -> Tensor:
+    """`first + second` in float32, in the second one's dtype. No gradient."""
+    check.shape("add_round", "second", second_TD, *first_TD.shape)
+    return select("add_round", first_TD, second_TD)(first_TD, second_TD)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     """`rms_norm`, then rounded to `spec` in the same pass; None leaves the norm. No gradient."""
     check.shape("norm_round", "gain", gain_I, x_TI.shape[-1])

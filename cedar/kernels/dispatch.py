@@ -77,6 +77,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "rotate": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "swiglu": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "swiglu_round": {"reference": "dense", "triton": "gates"},
+    "add_round": {"reference": "dense", "triton": "gates"},
     "round_rows": {"reference": "quantize", "cpu": "quantize", "triton": "quantize"},
 }
 # the order in which a device's backends are tried

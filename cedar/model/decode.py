@@ -24,7 +24,14 @@ from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
+from cedar.kernels.dense import (
+    add_round,
+    grouped_linear,
+    linear_float32,
+    packed_grouped_linear,
+    packed_linear,
+    swiglu_round,
+)
 from cedar.kernels.engram import engram_gate, look_back
 from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
 from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
@@ -575,5 +582,4 @@ def feed_packed(
     routed_TD = packed_experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=spec is not None)
     inner_TI = swiglu_round(packed_linear(u_TD, *weights.shared13, None), limit, spec)
     shared_TD = packed_linear(inner_TI, *weights.shared2, None)
-    # summed in float32 and rounded in one kernel
-    return torch.add(routed_TD, shared_TD, out=torch.empty_like(u_TD))
+    return add_round(routed_TD, shared_TD)

@@ -458,6 +458,13 @@ def test_route_names_experts_for_rows_that_are_not_finite(device: str, count: in
     assert bool(((ids >= 0) & (ids < count)).all())
 
 
+def test_add_round(device: str, dtype: torch.dtype) -> None:
+    first, second = torch.randn(3, 544, device=device), torch.randn(3, 544, device=device).to(dtype)
+    got, want = both(lambda: dense.add_round(first, second))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "outputs", "channels"), [(1, 1024, 5120), (32, 2048, 256), (3, 33, 96)])
 def test_a_product_of_halves_is_summed_and_given_in_float32(rows: int, outputs: int, channels: int) -> None:

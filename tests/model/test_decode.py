@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cedar.cache.layout import PageLayout
 from cedar.cache.manager import CacheManager, Lease, Plan
+from cedar.checkpoint.read import read_checkpoint
+from cedar.checkpoint.write import write_checkpoint
 from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
 from cedar.formats.spec import FP4_INDEX
@@ -62,7 +65,7 @@ class Rig:
     ) -> None:
         self.model, config = model, model.config
         self.decoder = SlotDecoder(model, draft)
-        self.cache = CacheManager(config, num_pages=40, dtype=model.dtype)
+        self.cache = CacheManager(config, num_pages=200, dtype=model.dtype, device=model.device)
         layout = PageLayout(config)
         rows = {
             (what, source): Stored(self.cache.pool.field(field.codes), self.cache.pool.field(field.scales), field.spec)
@@ -81,7 +84,8 @@ class Rig:
         self.paged: list[SequenceState] = []
         self.plain: list[SequenceState] = []
         for slot, length in enumerate(lengths):
-            ids_T = torch.tensor([generator.randrange(config.vocab_size) for _ in range(length)])
+            ids = [generator.randrange(config.vocab_size) for _ in range(length)]
+            ids_T = torch.tensor(ids, device=model.device)
             lease = self.cache.lease((), b"", Plan())
             assert self.cache.reserve(lease, 8 * 128, 0)
             self.leases.append(lease)
@@ -99,12 +103,12 @@ class Rig:
         """A row for each of these tokens, slot by slot."""
         slots = [slot for slot, line in enumerate(lines) for _ in line]
         places = [state.num_tokens + n for state, line in zip(self.paged, lines, strict=True) for n in range(len(line))]
-        slot_T = torch.tensor([*slots, *[self.slots.num_slots] * idle])
-        position_T = torch.tensor([*places, *[0] * idle])
-        step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=context)
         ids = [i for line in lines for i in line]
+        rows = [*slots, *[self.slots.num_slots] * idle], [*places, *[0] * idle], [*ids, *[0] * idle]
+        slot_T, position_T, ids_T = torch.tensor(rows, device=self.model.device)
+        step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=context)
         with torch.inference_mode():
-            logits_TV = self.decoder(step, torch.tensor([*ids, *[0] * idle]))
+            logits_TV = self.decoder(step, ids_T)
         for state, line in zip(self.paged, lines, strict=True):
             self.slots.stepped(state, len(line))
         return logits_TV[: len(ids)]
@@ -113,8 +117,9 @@ class Rig:
         return self.wanted_lines([[i] for i in ids])
 
     def wanted_lines(self, lines: list[list[int]]) -> Tensor:
-        rows = [self.model.decode(state, torch.tensor(line)) for state, line in zip(self.plain, lines, strict=True)]
-        return torch.cat(rows)
+        device = self.model.device
+        pairs = zip(self.plain, lines, strict=True)
+        return torch.cat([self.model.decode(state, torch.tensor(line, device=device)) for state, line in pairs])
 
     def roll_back(self, kept: list[int], lines: list[list[int]]) -> None:
         """Of each slot's rows the first so many stand."""
@@ -323,6 +328,21 @@ def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
     logits_TV = rig.verify([[7, 3], [8]], context=64)
     with use_kernels("reference"):
         torch.testing.assert_close(logits_TV, rig.wanted_lines([[7, 3], [8]]), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[5, 40], [200] * 20])
+def test_a_gpu_decodes_stored_bytes_as_their_values(tmp_path: Path, lengths: list[int]) -> None:
+    made = random_model(nano(), 5)
+    write_checkpoint(made, tmp_path)
+    logits = []
+    for packed in (True, False):
+        model = read_checkpoint(tmp_path, dtype=torch.bfloat16, device="cuda", packed=packed)
+        model.token_map.set(made.token_map.compressed_V)
+        rig = Rig(model, lengths)
+        logits += [torch.cat([rig.step([i % 500 for i in range(n, n + len(lengths))]) for n in (1, 7)])]
+        assert logits[-1].isfinite().all()
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.05
 
 
 @pytest.mark.usefixtures("without_expert_loop")

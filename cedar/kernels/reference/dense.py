@@ -45,6 +45,10 @@ def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
     return inner_TI if spec is None else round_rows(inner_TI, spec)
 
 
+def add_round(first_TD: Tensor, second_TD: Tensor) -> Tensor:
+    return (first_TD.float() + second_TD.float()).to(second_TD.dtype)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     normed_TI = ops.rms_norm(x_TI, gain_I, eps)
     return normed_TI if spec is None else round_rows(normed_TI, spec)
@@ -55,7 +59,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     for x_TI, weight_OI in zip(x_TGI.unbind(1), weight_GOI, strict=True):
         y_TO = ops.linear(x_TI, weight_OI)
         groups.append(y_TO if spec is None else round_rows(y_TO, spec))
-    return torch.stack(groups, dim=1)
+    # one group needs no copy
+    return torch.stack(groups, dim=1) if len(groups) > 1 else groups[0].unsqueeze(1)
 
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""The activation between an expert's two products, with the rounding that the second one wants.
+"""What stands between an expert's products and behind them, with the rounding that its reader wants.
 
-T rows, I inner channels, B of them a program.
+T rows, I inner channels, D channels, B of them a program.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
-__all__ = ["FORWARD_ONLY", "fits", "swiglu_round", "unavailable"]
+__all__ = ["FORWARD_ONLY", "add_round", "fits", "swiglu_round", "unavailable"]
 
-FORWARD_ONLY = ("swiglu_round",)
+FORWARD_ONLY = ("swiglu_round", "add_round")
 _BLOCK = 512
 
 
-def fits(op: str, x: Tensor) -> bool:
-    """Whole groups of 32 channels, rows of any stride."""
+def fits(op: str, x: Tensor, *others: Tensor) -> bool:
+    """Whole groups of 32 channels, rows of any stride; sums of contiguous rows."""
+    if op == "add_round":
+        return x.numel() > 0 and x.is_contiguous() and others[0].is_contiguous() and is_half_or_float(x, *others)
     return x.shape[0] > 0 and x.shape[1] % 64 == 0 and is_half_or_float(x) and x.stride(1) == 1
 
 
@@ -50,3 +52,20 @@ def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
         x_TX, y_TI, x_TX.stride(0), num_inner, limit, ROUNDED=spec is not None, B=_BLOCK, num_warps=4, launch_pdl=AHEAD
     )
     return y_TI
+
+
+@triton.jit
+def _add_round(first_ptr, second_ptr, y_ptr, size, B: tl.constexpr):
+    follow()
+    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = place < size
+    first = tl.load(first_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(second_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, (first + second).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def add_round(first_TD: Tensor, second_TD: Tensor) -> Tensor:
+    y_TD = torch.empty_like(second_TD)
+    size = y_TD.numel()
+    _add_round[(triton.cdiv(size, _BLOCK),)](first_TD, second_TD, y_TD, size, B=_BLOCK, num_warps=4, launch_pdl=AHEAD)
+    return y_TD

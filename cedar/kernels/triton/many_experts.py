@@ -17,9 +17,8 @@ from cedar.kernels.triton.device import next_power_of_2
 from cedar.kernels.triton.few_rows import operand
 
 MOST_EXPERTS = 1024
-_EXPERTS, _STEP = 32, 256
-# programs that keep a Hopper chip's memory busy
-_PROGRAMS = 264
+_EXPERTS = 32
+_STEP, _SHARES = 128, 8
 
 
 @triton.jit
@@ -61,16 +60,19 @@ def _router_shares(
 @triton.jit
 def _choose_many(
     partial_ptr, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, num_rows, num_experts, k,
-    scaling, SHARES: tl.constexpr, IMAGES: tl.constexpr, E: tl.constexpr,
+    scaling, shares, IMAGES: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     follow()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     known = expert < num_experts
-    total = tl.zeros([E], tl.float32)
-    for share in tl.static_range(SHARES):
-        total += tl.load(partial_ptr + (share * num_rows + row) * num_experts + expert, mask=known, other=0.0)
-    score = router_score(total)
+    share = tl.arange(0, S)
+    part = tl.load(
+        partial_ptr + (share[:, None] * num_rows + row) * num_experts + expert[None, :],
+        mask=(share < shares)[:, None] & known[None, :],
+        other=0.0,
+    )
+    score = router_score(tl.sum(part, axis=0))
     tl.store(score_ptr + row * num_experts + expert, score, mask=known)
     bias = tl.load(bias_ptr + expert, mask=known, other=0.0)
     if IMAGES:
@@ -106,21 +108,20 @@ def route_many(
     u_TD = u_TD.contiguous()
     rows = 16 if num_rows <= 16 else 32
     tiles, blocks, steps = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, _EXPERTS), triton.cdiv(channels, _STEP)
-    steps_a_share = triton.cdiv(steps, max(1, min(steps, _PROGRAMS // (tiles * blocks))))
+    steps_a_share = triton.cdiv(steps, max(1, min(_SHARES // tiles, steps)))
     shares = triton.cdiv(steps, steps_a_share)
     new: dict[str, Any] = {"device": u_TD.device, "dtype": torch.float32}
     partial = torch.empty(shares, num_rows, num_experts, **new)
     _router_shares[(tiles, blocks, shares)](
         u_TD, weight_ED, partial, num_rows, channels, num_experts, steps_a_share,
         OPERAND=operand(u_TD if weight_ED.dtype == torch.bfloat16 else weight_ED), P=rows, B=_EXPERTS, K=_STEP,
-        num_warps=4, num_stages=3, launch_pdl=AHEAD,
+        num_warps=4, num_stages=4, launch_pdl=AHEAD,
     )  # fmt: skip
     ids_TK = torch.empty(num_rows, k, device=u_TD.device, dtype=torch.int64)
     weights_TK, score_TE = torch.empty(num_rows, k, **new), torch.empty(num_rows, num_experts, **new)
     _choose_many[(num_rows,)](
         partial, bias_E if image_T is None else image_T, bias_E, image_bias_E, ids_TK, weights_TK, score_TE, num_rows,
-        num_experts, k, scaling, SHARES=shares, IMAGES=image_T is not None, E=next_power_of_2(num_experts),
-        # twelve maxima one after the other: a warp needs no barrier
-        num_warps=1, launch_pdl=AHEAD,
+        num_experts, k, scaling, shares, IMAGES=image_T is not None, E=next_power_of_2(num_experts),
+        S=next_power_of_2(shares), num_warps=4, launch_pdl=AHEAD,
     )  # fmt: skip
     return ids_TK, weights_TK, score_TE
