@@ -60,8 +60,8 @@ test: setup  ## the whole suite on a CPU, a process a core
 test-long: setup  ## soaks and full sweeps, hours; record the result in docs/log.md
 	@$(BIN)/python -m pytest -q -m slow --hypothesis-profile long
 
-test-gpu: setup  ## what needs a CUDA device
-	@$(BIN)/python -m pytest -q -m gpu
+test-gpu: setup  ## what needs a CUDA device; golden data and the engine on it
+	@CEDAR_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -m "(gpu or device) and not slow"
 
 vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py --write records)
 	@$(BIN)/python scripts/vectors.py

@@ -1,4 +1,4 @@
-"""What every test gets: a seed made of its id, `torch.empty` full of NaN, and a reason when it is skipped."""
+"""What every test gets: a seed of its id, `torch.empty` full of NaN, its device, and a reason when it is skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,28 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:
     # the suite already runs a process a core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# where tests marked `device` compute: cpu, cuda, or `pretend`, which finds tensors on the wrong device without a GPU
+DEVICE = os.environ.get("CEDAR_TEST_DEVICE", "cpu")
+if DEVICE == "pretend":
+    # before anything of cedar is imported
+    os.environ["CEDAR_KERNELS"] = "reference"
+    from tests import pretend_gpu
+
+    pretend_gpu.install()
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("default")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if DEVICE == "cpu" or not item.get_closest_marker("device"):
+        return (yield)
+    from tests.device import TestTensors
+
+    with TestTensors():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

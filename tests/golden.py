@@ -12,6 +12,7 @@ from torch import Tensor
 from cedar.checkpoint.read import read_checkpoint
 from cedar.config.rounding import Rounding
 from cedar.model.transformer import Transformer
+from tests.device import DEVICE
 
 VECTORS = Path(__file__).parent / "vectors"
 # golden mode -> (dtype, roundings)
@@ -25,12 +26,12 @@ MODES = {
 
 @lru_cache(maxsize=32)
 def load(name: str) -> dict[str, Tensor]:
-    return load_file(VECTORS / f"{name}.safetensors")
+    return load_file(VECTORS / f"{name}.safetensors", device=str(DEVICE))
 
 
 @lru_cache(maxsize=8)
 def _checkpoint(letter: str, dtype: torch.dtype) -> Transformer:
-    model = read_checkpoint(VECTORS / f"ckpt_{letter}", dtype=dtype)
+    model = read_checkpoint(VECTORS / f"ckpt_{letter}", dtype=dtype, device=DEVICE)
     model.token_map.set(load("engram")[f"{letter}.token_map"])
     return model
 

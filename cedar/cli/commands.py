@@ -252,7 +252,7 @@ def serve(
         bool, typer.Option(help="An answer that a client sends back stands in the prompt as it was generated.")
     ] = True,
     engram: Annotated[
-        str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, mapped, or on disk with a row cache.")
+        str, typer.Option(metavar="PLACE", help="Engram's tables: in memory, in a GPU's host, mapped, or on disk.")
     ] = "memory",
     engram_cache: Annotated[str, typer.Option(metavar="BYTES", help="Memory for rows of tables on disk.")] = "256MiB",
     draft: Annotated[bool, typer.Option(help="Draft with the model's own draft, if it has one.")] = True,

@@ -49,8 +49,8 @@ class ServeConfig:
         exact_turn_replay: An assistant turn that a client sends back stands in the prompt as the tokens it was
             generated as, however the client spells it.
         replay_turns: Turns remembered for that.
-        engram: Where Engram's tables lie: in `memory`, `mapped` from the checkpoint, or on `disk` with a bounded
-            number of rows in memory.
+        engram: Where Engram's tables lie: in `memory` (the GPU's, if there is one), in the memory of its `host`,
+            `mapped` from the checkpoint, or on `disk` with a bounded number of rows in memory.
         engram_cache_bytes: Those rows.
         cache_day_bytes: What may be written to `cache_dir` in a day; None sets no limit.
         cache_shared: URL of an object store whose pages other machines share; None uses none.
@@ -84,7 +84,7 @@ class ServeConfig:
     strict_cache: bool = False
     exact_turn_replay: bool = True
     replay_turns: int = 65536
-    engram: Literal["memory", "mapped", "disk"] = "memory"
+    engram: Literal["memory", "host", "mapped", "disk"] = "memory"
     engram_cache_bytes: int = 256 * 2**20
     cache_day_bytes: int | None = None
     cache_shared: str | None = None
@@ -117,8 +117,8 @@ class ServeConfig:
             raise ConfigError(
                 f"cache_host_bytes is {self.cache_host_bytes}, expected 0 or more, and room for pages of cache_shared"
             )
-        if self.engram not in ("memory", "mapped", "disk"):
-            raise ConfigError(f"engram is {self.engram!r}, expected memory, mapped or disk")
+        if self.engram not in ("memory", "host", "mapped", "disk"):
+            raise ConfigError(f"engram is {self.engram!r}, expected memory, host, mapped or disk")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}, expected 0..65535 (0 takes a free one)")
         if self.max_context is not None and self.max_context < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 # device and dtype that `load_model` picks, the first where there is no GPU
 NUMERICS = ("cpu-float32", "cuda-bfloat16")
+# checkpoint bytes from which a GPU reads them as they are: a smaller model waits for launches, not for weights
+PACKED_BYTES = 2**30
 BUNDLED = "bundled"
 BUNDLED_NAME = "cedar"
 
@@ -142,13 +145,16 @@ def load_model(
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-    engram: Literal["memory", "mapped", "disk"] = "memory",
+    engram: Literal["memory", "host", "mapped", "disk"] = "memory",
     engram_cache_bytes: int = 256 * 2**20,
+    packed: bool | None = None,
 ) -> Transformer:
     """The model, ready to run: on the GPU in bfloat16 if there is one, else on the CPU in float32.
 
     Args:
         engram: Where Engram's tables lie, see `cedar.checkpoint.read.read_checkpoint`.
+        packed: FP8 and MXFP4 weights stay as they are stored; by default those of a large model on a GPU do
+            (`PACKED_BYTES`), and in no other case.
 
     Raises:
         FormatError: The checkpoint is not what its config says.
@@ -156,10 +162,21 @@ def load_model(
     import torch
 
     from cedar.checkpoint.read import read_checkpoint
+    from cedar.planner.memory import weight_bytes
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    return read_checkpoint(files.path, dtype=dtype, device=device, engram=engram, engram_cache_bytes=engram_cache_bytes)
+    if packed is None:
+        stored, *_ = weight_bytes(files.config)
+        packed = torch.device(device).type == "cuda" and stored.dense >= PACKED_BYTES
+    return read_checkpoint(
+        files.path,
+        dtype=dtype,
+        device=device,
+        engram=engram,
+        engram_cache_bytes=engram_cache_bytes,
+        packed=packed,
+    )
 
 
 def fingerprint(files: ModelFiles, numerics: str) -> bytes:
@@ -244,7 +261,9 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
 
     context = context_tokens(files, config)
     num_pages = config.cache_bytes // page_bytes(files.config)
-    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes)
+    # exact mode computes rows in blocks, which the kernels of stored bytes do not
+    packed = False if config.strict_cache else None
+    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes, packed=packed)
     numerics = f"{model.device.type}-{str(model.dtype).removeprefix('torch.')}"
     mark = fingerprint(files, numerics)
     store = None if config.cache_dir is None else open_store(files, config, numerics=numerics)
@@ -276,6 +295,10 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     draft = read_draft(files.path, model) if config.draft else None
     if draft is not None:
         draft.attach()
+    # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
+    step_tokens = config.max_step_tokens or (272 if model.device.type == "cpu" else 4096)
+    if model.device.type == "cuda" and not config.strict_cache:
+        _warm_up_prompts(model, min(step_tokens, context - 1))
     runner = _open_runner(model, cache, config, context, draft)
     if runner is None and draft is not None:
         runner = _open_runner(model, cache, config, context, None)
@@ -291,12 +314,32 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
         max_waiting=config.max_waiting,
         scheduling=SchedulerConfig(
             max_running=config.max_running,
-            # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
-            max_step_tokens=config.max_step_tokens or (272 if model.device.type == "cpu" else 4096),
+            max_step_tokens=step_tokens,
             target_tpot_s=config.target_tpot_s,
         ),
         cache=cache,
     )
+
+
+def _warm_up_prompts(model: Transformer, most: int) -> None:
+    """Throwaway prompts, so that the first request does not wait until kernels are compiled."""
+    import torch
+
+    # a chunk in one's and in no number's multiples, and a whole one: what Triton compiles depends on it
+    lengths = sorted({1, min(2 * model.config.attention.sliding_window + 3, most), most})
+    for place, length in enumerate(lengths):
+        began = time.monotonic()
+        try:
+            state = model.new_state()
+            ids_T = torch.zeros(length, dtype=torch.int64, device=model.device)
+            model.prefill(state, ids_T, last_only=True)
+            model.decode(state, ids_T[:1])
+            torch.cuda.synchronize(model.device)
+        except Exception:  # a request that meets the same fails alone, and says why
+            log.warning("a prompt of %d tokens could not be run beforehand", length, exc_info=True)
+            return
+        seconds = time.monotonic() - began
+        log.info("prompt %d of %d: %d tokens, %.1f s on %s", place + 1, len(lengths), length, seconds, model.device)
 
 
 def _open_runner(

@@ -79,9 +79,9 @@ def unavailable(model: Transformer, cache: CacheManager | None, *, exact: bool) 
         return "there is no page pool"
     if exact:
         return "exact mode runs rows in blocks of its own"
-    tables = [block.engram.embed for block in model.layers if block.plan.engram]
-    if any(table.codes is not None and table.codes.device.type != "cuda" for table in tables):
-        return "an Engram table is not in the GPU's memory"
+    for table in (block.engram.embed for block in model.layers if block.plan.engram):
+        if table.disk is not None or (table.codes is not None and not table.codes.is_cuda and not table.beside):
+            return "an Engram table is not in memory that the GPU reads"
     return ""
 
 

@@ -25,6 +25,13 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 @row_op(1)
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`x @ weight.T` in float32, of values as they are: neither operand is rounded to the other's dtype."""
+    check.shape("linear_float32", "weight", weight_OI, None, x_TI.shape[-1])
+    return select("linear_float32", x_TI, weight_OI)(x_TI, weight_OI)
+
+
+@row_op(1)
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     """`gain * x / sqrt(mean(x**2) + eps)` in float32, rounded once to x's dtype.
 
@@ -56,6 +63,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     """
     check.shape("swiglu", "up", up_TI, *gate_TI.shape)
     return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)
+
+
+def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+    """`swiglu` of each row's two halves in x's dtype, rounded to `spec` in the same pass. No gradient."""
+    check.shape("swiglu_round", "rows", x_TX, None, x_TX.shape[-1] // 2 * 2)
+    return select("swiglu_round", x_TX)(x_TX, limit, spec)
 
 
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:

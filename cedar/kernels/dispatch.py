@@ -3,6 +3,9 @@
 `select(op, *tensors)`: a forced backend is used or raises `KernelUnavailable` with the reason. Otherwise the
 device's list is walked and the first backend that can is taken: it imports, it has a backward if one is needed, the
 sizes are within its stated limits. Each skip but that for size is logged once. The reference can always.
+
+A Triton kernel that turns out not to build on this machine is left out from then on: the log names it and the reason
+once, and the next backend runs.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import functools
 import importlib
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cedar.errors import KernelUnavailable
+from cedar.errors import KernelUnavailable, ShapeError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "store_rows": {"reference": "pages", "triton": "pages"},
     "locate": {"reference": "pages", "triton": "locate"},
     "split_latent": {"reference": "pages", "triton": "pages"},
+    "split_projected": {"reference": "pages", "triton": "pages"},
     "store_normed": {"reference": "pages", "triton": "pages"},
     "load_rows": {"reference": "pages"},
     "pool_groups": {"reference": "compress"},
@@ -48,11 +53,13 @@ BACKENDS: dict[str, dict[str, str]] = {
     "route": {"reference": "experts", "cpu": "experts", "triton": "route"},
     "packed_experts": {"reference": "experts", "triton": "packed_experts"},
     "advance_routed": {"reference": "experts", "triton": "advance"},
+    "advance_fed": {"reference": "experts", "triton": "advance"},
     "feed": {"reference": "experts", "triton": "feed"},
     "experts": {"reference": "experts", "cpu": "experts", "cuda": "experts"},
     "mix_coefficients": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
     "collapse": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
     "expand": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
+    "advance_projected": {"reference": "mhc", "triton": "advance"},
     "advance": {"reference": "mhc", "triton": "advance"},
     "draw_rows": {"reference": "sampling", "triton": "sampling"},
     "choose_rows": {"reference": "sampling"},
@@ -61,6 +68,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "look_back": {"reference": "engram", "triton": "engram"},
     "engram_memory": {"reference": "engram", "triton": "engram"},
     "linear": {"reference": "dense", "cpu": "dense"},
+    "linear_float32": {"reference": "dense", "cuda": "dense"},
     "norm_round": {"reference": "dense", "triton": "few_rows"},
     "packed_linear": {"reference": "dense", "triton": "packed_linear"},
     "packed_grouped_linear": {"reference": "dense", "triton": "packed_linear"},
@@ -68,6 +76,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "rms_norm": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "rotate": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "swiglu": {"reference": "dense", "cpu": "dense", "triton": "dense"},
+    "swiglu_round": {"reference": "dense", "triton": "gates"},
     "round_rows": {"reference": "quantize", "cpu": "quantize", "triton": "quantize"},
 }
 # the order in which a device's backends are tried
@@ -100,7 +109,8 @@ def use_kernels(backend: str) -> Iterator[None]:
 def deterministic(enabled: bool = True) -> Iterator[None]:
     """Make every row's bits independent of how many rows run beside it and where it stands among them.
 
-    Each row-wise op runs in calls of exactly `ROW_BLOCK` rows, padded with zeros. It costs speed.
+    Each row-wise op runs in calls of exactly `ROW_BLOCK` rows, padded with zeros; beyond the CPU the references run.
+    It costs speed.
     """
     token = _deterministic.set(enabled)
     try:
@@ -122,13 +132,52 @@ def select(op: str, *tensors: Tensor) -> Callable[..., Any]:
     """
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     forced = _forced.get() or _FORCED_BY_ENVIRONMENT
+    if forced is None and _deterministic.get() and tensors[0].device.type != "cpu":
+        # a GPU kernel shares out its work by the number of rows and keys, and adds in another order then
+        forced = "reference"
     for backend, function, fits in _choices(op, tensors[0].device.type, needs_grad, forced):
         if fits is None or fits(op, *tensors):
+            if backend == "triton" and forced is None:
+                return functools.partial(_or_without, op, function, tensors)
             return function
         if forced is not None:
             sizes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
             raise KernelUnavailable(f"backend {backend!r} runs {op} only within its limits, got {sizes}")
     raise KernelUnavailable(f"no backend can run {op} on {tensors[0].device}")
+
+
+# what did not build, and why
+_broken: dict[tuple[str, str], str] = {}
+
+
+def _or_without(
+    op: str, function: Callable[..., Any], tensors: tuple[Tensor, ...], *arguments: Any, **keywords: Any
+) -> Any:
+    """Run Triton's `op`; if it cannot be built here, leave it out for good and run the next backend's."""
+    try:
+        return function(*arguments, **keywords)
+    except Exception as error:
+        if not _is_of_the_build(error):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    _broken["triton", op] = reason
+    _choices.cache_clear()
+    log.warning("kernel %s: going on without triton's on %s, it does not build: %s", op, tensors[0].device.type, reason)
+    return select(op, *tensors)(*arguments, **keywords)
+
+
+def _is_of_the_build(error: Exception) -> bool:
+    """Whether an error comes from compiling or launching, not from what the kernel was given or from the device."""
+    if isinstance(error, (KernelUnavailable, subprocess.SubprocessError)):
+        return True
+    if isinstance(error, (torch.OutOfMemoryError, ShapeError)):
+        return False
+    # Triton's own errors, and what it raises when it misses a compiler or a driver
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    return "triton" in (type(error).__module__.split(".")[0], where.split(".")[0])
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,6 +207,8 @@ def _choices(
 
 def _load(op: str, backend: str, device: str, needs_grad: bool) -> tuple[ModuleType | None, str]:
     """The backend's module, or None and the reason why it cannot run here."""
+    if (backend, op) in _broken:
+        return None, f"it did not build: {_broken[backend, op]}"
     try:
         module = importlib.import_module(f"cedar.kernels.{backend}.{BACKENDS[op][backend]}")
     except ImportError as error:

@@ -65,7 +65,7 @@ def engram_memory(
 
     Args:
         spec: What they are rounded to for the product that reads them; None leaves them.
-        codes: uint8 E4M3 [rows, channels], on the device of the ids.
+        codes: uint8 E4M3 [rows, channels], on the device of the ids or in host memory that is pinned.
         scales: uint8 E8M0 [rows, channels / 32].
     """
     run = select("engram_memory", compressed_TL, codes)

@@ -5,7 +5,7 @@ T rows, D channels, E experts, K experts a row, I inner channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ def retile(stack: Packed) -> Tiled:
     """
     num_experts, outputs, width = stack.codes.shape
     blocks, steps = -(-outputs // 64), -(-width // 128)
-    new = {"device": stack.codes.device, "dtype": torch.int32}
+    new: dict[str, Any] = {"device": stack.codes.device, "dtype": torch.int32}
     codes = torch.empty(num_experts, blocks, steps, 2048, **new)
     scales = torch.empty(num_experts, blocks, steps, 128, **new)
     for expert in range(num_experts):
@@ -200,3 +200,23 @@ def advance_routed(
     check.shape("advance_routed", "router", router.weight_ED, router.bias_E.shape[0], streams_TND.shape[-1])
     run = select("advance_routed", streams_TND, router.weight_ED)
     return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T)
+
+
+def advance_fed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: Router,
+    image_T: Tensor,
+    weights: Weights,
+    *,
+    limit: float,
+) -> tuple[Entered, Tensor]:
+    """From attention's output to the experts': `advance_routed`, then `feed`; both round to `spec`. No gradient."""
+    check.shape("advance_fed", "router", router.weight_ED, weights.w1_EID.shape[0], streams_TND.shape[-1])
+    run = select("advance_fed", streams_TND, router.weight_ED, weights.w1_EID)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit)

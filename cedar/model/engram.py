@@ -5,7 +5,8 @@ B packs, S rows a pack, T rows, L look-backs, K table columns, N streams, D chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from cedar.config.engram import EngramHash, engram_hashes
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
 from cedar.errors import ConfigError
-from cedar.formats.spec import FP8
+from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import engram as engram_ops
 from cedar.kernels.quantize import dequantize_rows, round_rows
 from cedar.model.layers import Linear, round_input, rounded_weight
@@ -42,7 +43,8 @@ def lookback_ids(ids_BS: Tensor, first_row_BS: Tensor, *, num_lookbacks: int, im
 
 
 class EngramTable(nn.Module):
-    """Rows of the memory: a trainable float table, or the checkpoint's own bytes: in memory, mapped, or on disk.
+    """Rows of the memory: a trainable float table, or the checkpoint's own bytes: in memory, in host memory that a
+    GPU reads, mapped, or on disk.
 
     Attributes:
         weight: float32 [rows, channels] while training, else None.
@@ -75,6 +77,11 @@ class EngramTable(nn.Module):
         assert disk.num_rows == self.num_rows
         self.weight = None
         self.disk = disk
+
+    @property
+    def beside(self) -> bool:
+        """Whether a GPU reads the rows where they lie, in host memory: slow to come, so asked for ahead."""
+        return self.codes is not None and self.codes.device.type == "cpu" and self.codes.is_pinned()
 
     def prefetch(self, row_TK: Tensor) -> None:
         """These rows are needed soon."""
@@ -128,6 +135,7 @@ class Engram(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         table_device: torch.device | str | None = None,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         engram = config.engram
@@ -138,7 +146,7 @@ class Engram(nn.Module):
             engram.num_columns * engram.head_dim,
             (self.num_streams + 1) * self.hidden,
             "fp8",
-            device=device,
+            device=quantized_device or device,
             dtype=dtype,
         )
         self.q_weight = nn.Parameter(torch.ones(self.num_streams, self.hidden, device=device, dtype=dtype))
@@ -161,6 +169,13 @@ class Engram(nn.Module):
         if self.embed.disk is not None:
             self.embed.prefetch(engram_ops.engram_rows(compressed_TL, self.multiplier_L, self.prime_K, self.offset_K))
 
+    def recall(self, compressed_TL: Tensor, dtype: torch.dtype, spec: FormatSpec | None) -> Tensor:
+        """The rows of a packed table in memory that these look-backs name, side by side and rounded to `spec`."""
+        table = self.embed
+        assert table.codes is not None and table.scales is not None
+        addresses = compressed_TL, self.multiplier_L, self.prime_K, self.offset_K
+        return engram_ops.engram_memory(*addresses, table.codes, table.scales, dtype, spec)
+
     def forward(self, streams_TND: Tensor, compressed_TL: Tensor, dead_T: Tensor, rounding: Rounding) -> Tensor:
         """The streams with the memory added.
 
@@ -177,6 +192,37 @@ class Engram(nn.Module):
         if rounding.weights:
             gains = [rounded_weight(gain_ND, "bf16") for gain_ND in gains]
         return engram_ops.engram_gate(streams_TND, key_TND, value_TD, dead_T, gains[0], gains[1], self.eps)
+
+
+class Recall:
+    """The tables' rows that a step reads, gathered before the layers that read them.
+
+    Rows in host memory take longer to come than a layer takes to run, so they come on a stream of their own beside
+    the layers below.
+
+    Args:
+        spec: What the rows are rounded to for the product that reads them.
+    """
+
+    def __init__(
+        self, memories: Sequence[Engram], compressed_TL: Tensor, dtype: torch.dtype, spec: FormatSpec | None
+    ) -> None:
+        self._ahead: torch.cuda.Stream | None = None
+        beside = [memory for memory in memories if memory.embed.beside]
+        if beside and compressed_TL.is_cuda:
+            self._ahead = torch.cuda.Stream(compressed_TL.device)
+            self._ahead.wait_stream(torch.cuda.current_stream(compressed_TL.device))
+        with nullcontext() if self._ahead is None else torch.cuda.stream(self._ahead):
+            self._come = {memory: memory.recall(compressed_TL, dtype, spec) for memory in beside}
+        self.compressed_TL, self._dtype, self._spec = compressed_TL, dtype, spec
+
+    def of(self, memory: Engram) -> Tensor:
+        """[T, columns * channels] of one layer's table."""
+        if memory not in self._come:
+            return memory.recall(self.compressed_TL, self._dtype, self._spec)
+        if self._ahead is not None:
+            torch.cuda.current_stream(self.compressed_TL.device).wait_stream(self._ahead)
+        return self._come[memory]
 
 
 class TokenMap(nn.Module):

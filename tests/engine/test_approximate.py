@@ -11,13 +11,16 @@ import torch
 from benchmarks.approximate import FOLLOWING, Distance, bounded_decoder, bounded_replays, close_snapshot, text_ids
 from cedar.engine.load import load_model, open_model
 from cedar.model.transformer import Transformer
+from tests.device import DEVICE
+
+pytestmark = pytest.mark.device
 
 PROMPT = 500
 
 
 @pytest.fixture(scope="module")
 def trained() -> Transformer:
-    return load_model(open_model(), device="cpu")
+    return load_model(open_model(), device=str(DEVICE), dtype=torch.float32)
 
 
 def assert_near(distance: Distance) -> None:

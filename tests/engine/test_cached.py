@@ -21,7 +21,10 @@ from cedar.errors import RequestError
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
+from tests.device import DEVICE
 from tests.paths.random_models import random_model
+
+pytestmark = pytest.mark.device
 
 Build = Callable[..., Engine]
 FINGERPRINT = b"one model"
@@ -49,6 +52,7 @@ def make_engine(
         )
     cache = CacheManager(
         model.config,
+        device=DEVICE,
         num_pages=num_pages,
         strict=strict,
         snapshot_bytes=2**24 if snapshots else 0,

@@ -20,8 +20,11 @@ from cedar.engine.speculate import DraftRequest, ModelDrafter, Pace, Proposal, S
 from cedar.kernels.dispatch import deterministic
 from cedar.model.draft import Draft
 from cedar.model.sequence import SequenceState, Snapshot
+from tests.device import DEVICE
 from tests.paths.random_models import random_draft
 from tests.paths.states import with_entries
+
+pytestmark = pytest.mark.device
 
 LENGTH = 90
 Build = Callable[..., Engine]
@@ -116,6 +119,7 @@ def build(draft: Draft) -> Iterator[Build]:
     def make(*, drafting: bool = True, num_pages: int = 64, strict: bool = True, **limits: int) -> Engine:
         cache = CacheManager(
             draft.config,
+            device=DEVICE,
             num_pages=num_pages,
             strict=strict,
             snapshot_bytes=2**22,

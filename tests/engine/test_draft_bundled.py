@@ -17,6 +17,8 @@ from cedar.engine.load import ModelFiles, open_model, start_engine
 from cedar.engine.request import Drafting, Finished, Request, SamplingParams, Token
 from cedar.planner.kv import page_bytes
 
+pytestmark = pytest.mark.device
+
 FILES = open_model()
 
 

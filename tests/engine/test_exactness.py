@@ -31,9 +31,12 @@ from cedar.kernels.dispatch import deterministic
 from cedar.model.batch import Part
 from cedar.model.sequence import SequenceState, Snapshot
 from cedar.model.transformer import Transformer
+from tests.device import DEVICE
 from tests.engine.drafters import Scripted
 from tests.paths.random_models import random_model
 from tests.paths.states import check_exact_rebuilds, random_ids, run, same, visible, with_entries
+
+pytestmark = pytest.mark.device
 
 MODELS = ["random", "trained", "window 128"]
 SAMPLED = pytest.mark.parametrize(
@@ -46,7 +49,7 @@ MAX_DRAFTS = 5
 def model_of(name: str) -> Transformer:
     """Nano with random weights, the bundled model, and two kinds of layers behind a window of 128."""
     if name == "trained":
-        return load_model(open_model(), device="cpu")
+        return load_model(open_model(), device=str(DEVICE), dtype=torch.float32)
     if name == "random":
         return random_model(presets.nano(), 5)
     config = presets._small_model(
@@ -91,6 +94,7 @@ def make_engine(model: Transformer, *, num_pages: int = 64, snapshots: bool = Tr
     limits = {name: options.pop(name) for name in ("max_running", "max_step_tokens") if name in options}
     cache = CacheManager(
         model.config,
+        device=DEVICE,
         num_pages=num_pages,
         strict=options.pop("strict", True),
         snapshot_bytes=2**24 if snapshots else 0,
@@ -167,9 +171,9 @@ def test_x2_published_pages_never_change(model: Transformer, full: bool) -> None
 
 
 def digest(state: SequenceState, logits: Tensor) -> str:
-    running = hashlib.sha256(logits.numpy().tobytes())
+    running = hashlib.sha256(logits.cpu().numpy().tobytes())
     for part in visible(state):
-        running.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        running.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return running.hexdigest()
 
 
@@ -218,7 +222,10 @@ def test_x3_a_snapshot_resumes_the_uninterrupted(tmp_path: Path, full: bool) -> 
                 else:
                     model.decode(through, ids[step : step + 1])
     torch.save(cases, tmp_path / "cases")
-    script = f"from tests.engine.test_exactness import resume_all; resume_all({str(tmp_path / 'cases')!r})"
+    script = (
+        "from tests.device import TestTensors; from tests.engine.test_exactness import resume_all; "
+        f"TestTensors().__enter__(); resume_all({str(tmp_path / 'cases')!r})"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == want

@@ -21,7 +21,10 @@ from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
+from tests.device import DEVICE
 from tests.paths.random_models import random_model
+
+pytestmark = pytest.mark.device
 
 Build = Callable[..., Engine]
 
@@ -39,6 +42,7 @@ def build(model: Transformer, tmp_path: Path) -> Iterator[Build]:
         about: dict[str, Any] = {"fingerprint": b"f", "payload_bytes": page_bytes(model.config)}
         cache = CacheManager(
             model.config,
+            device=DEVICE,
             num_pages=64,
             strict=strict,
             fingerprint=b"f",
@@ -199,7 +203,7 @@ def test_a_shared_store_that_hangs_holds_nobody_up_for_long(build: Build, monkey
 
 
 def test_a_pool_that_pins_have_halved_still_serves_its_longest_prompt(model: Transformer) -> None:
-    cache = CacheManager(model.config, num_pages=8)
+    cache = CacheManager(model.config, num_pages=8, device=DEVICE)
     engine = Engine(model, cache=cache)
     try:
         ask(engine, prompt(500, 24))

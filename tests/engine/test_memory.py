@@ -16,8 +16,11 @@ from cedar.engine.request import Finished, Request, SamplingParams
 from cedar.engine.scheduler import SchedulerConfig
 from cedar.model.sequence import Snapshot
 from cedar.planner.kv import page_bytes
+from tests.device import DEVICE
 from tests.engine.drafters import Scripted
 from tests.engine.test_stateful import tiny, tiny_model
+
+pytestmark = pytest.mark.device
 
 NUM_PAGES = 40
 
@@ -35,6 +38,7 @@ def test_memory_is_flat(tmp_path: Path, count: int) -> None:
     store = PageStore(tmp_path, fingerprint=b"tiny", payload_bytes=page_bytes(config), budget_bytes=2**22)
     cache = CacheManager(
         config,
+        device=DEVICE,
         num_pages=NUM_PAGES,
         snapshot_bytes=2**16,
         fingerprint=b"tiny",

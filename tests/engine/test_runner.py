@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from cedar.cache.manager import CacheManager, Plan
+from cedar.checkpoint.read import read_checkpoint
 from cedar.config import presets
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
@@ -18,12 +20,18 @@ from cedar.engine.runner import DecodeRunner, Row, unavailable
 from cedar.engine.sampling import Sampler, choose
 from cedar.engine.scheduler import SchedulerConfig
 from cedar.engine.speculate import DraftRequest, ModelDrafter, Proposal
+from cedar.kernels import dispatch
 from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
 from cedar.model.draft import Draft
+from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
 from cedar.model.sequence import Snapshot
 from cedar.model.transformer import Transformer
+from tests import golden
+from tests.device import DEVICE, ON_CPU, PRETENDED
 from tests.paths.random_models import random_draft, random_model, tiny
+
+pytestmark = pytest.mark.device
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +181,7 @@ def test_drafts_in_slots_change_no_answer(draft: Draft) -> None:
 def test_a_round_in_slots_is_the_round_alone(draft: Draft, temperature: float) -> None:
     """The same proposals for sequences in slots and for one that has none."""
     model = draft.target
-    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype)
+    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype, device=model.device)
     runner = DecodeRunner(model, cache, max_rows=2, max_context=2048, capture=False, draft=draft)
     asked = []
     for length in (3, 40, 127):
@@ -244,6 +252,72 @@ def test_a_step_that_fails_turns_the_graphs_off(
         slotted.close()
 
 
+def test_tables_in_host_memory_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits as with tables on the device; on a GPU their rows come on a stream of their own."""
+    config = golden.model("a", "bf16").config
+    want: list[Tensor] = []
+    for place in ("memory", "host"):
+        model = read_checkpoint(golden.VECTORS / "ckpt_a", dtype=torch.bfloat16, device=DEVICE, engram=place)  # type: ignore[arg-type]
+        model.token_map.set(golden.load("engram")["a.token_map"])
+        tables = [block.engram.embed for block in model.layers if block.plan.engram]
+        if place == "host":
+            monkeypatch.setattr(EngramTable, "beside", property(lambda _: True))
+            assert ON_CPU or PRETENDED or all(table.codes is not None and table.codes.is_pinned() for table in tables)
+        cache = CacheManager(config, num_pages=16, dtype=model.dtype, device=DEVICE)
+        assert ON_CPU or not unavailable(model, cache, exact=False)
+        runner = DecodeRunner(model, cache, max_rows=2, max_context=512, capture=not ON_CPU)
+        rows = []
+        for length in (3, 40):
+            lease = cache.lease((), b"", Plan())
+            assert cache.reserve(lease, length + 20, 0)
+            state = model.new_state(make_store=cache.make_store(lease, 0))
+            model.prefill(state, torch.tensor(prompt(length, length)) % config.vocab_size)
+            rows.append((state, lease))
+        got = []
+        for number in range(3):
+            step = [Row(state, lease, [5 + number], Sampler(SamplingParams(temperature=0.0))) for state, lease in rows]
+            got.append(runner.step(step)[1].clone())
+        want = want or got
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True)), place
+
+
+@pytest.fixture
+def broken_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's `rms_norm` comes first and does not compile; every other op has its usual kernels."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    from cedar.kernels.triton import dense
+
+    def cannot(*_: object) -> None:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    device = "cpu" if ON_CPU else "cuda"
+    usual = {op: {b: f for b, f in backends.items() if b != "triton"} for op, backends in dispatch.BACKENDS.items()}
+    monkeypatch.setattr(dense, "rms_norm", cannot)
+    if ON_CPU:
+        monkeypatch.setattr(dispatch, "BACKENDS", {**usual, "rms_norm": {"triton": "dense", **usual["rms_norm"]}})
+        monkeypatch.setitem(dispatch.ORDER, device, ("triton", *dispatch.ORDER[device]))
+    monkeypatch.setattr(dispatch, "_broken", {})
+    dispatch._choices.cache_clear()
+    yield
+    monkeypatch.undo()
+    dispatch._choices.cache_clear()
+
+
+@pytest.mark.skipif(PRETENDED, reason="a pretended device runs the references alone")
+def test_a_kernel_that_does_not_build_is_left_out(
+    model: Transformer, broken_kernel: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(model, slots=4, exact=False)
+    try:
+        said = answers(engine, requests(3, 5))
+    finally:
+        engine.close()
+    assert [end.reason for _, end in said] == ["length"] * 3
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 1 and "kernel rms_norm" in lines[0] and "out of resource: shared memory" in lines[0], lines
+
+
+@pytest.mark.skipif(not ON_CPU, reason="it asks what a CPU says")
 def test_why_a_cpu_has_no_graphs(model: Transformer) -> None:
     assert unavailable(model, None, exact=False) == "the model is on cpu"
 

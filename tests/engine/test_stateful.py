@@ -31,7 +31,10 @@ from cedar.model.init import initialise
 from cedar.model.sequence import SequenceState, Snapshot
 from cedar.model.transformer import Transformer
 from cedar.planner.kv import page_bytes
+from tests.device import DEVICE
 from tests.paths.random_models import random_model
+
+pytestmark = pytest.mark.device
 
 NUM_PAGES = 10
 # a conversation is a line of these tokens; requests leave it anywhere
@@ -74,7 +77,7 @@ def tiny_draft() -> Draft:
     config = presets.with_draft(
         tiny(), num_blocks=2, num_routed_experts=2, num_experts_per_token=1, markov_rank=32, noise_token_id=56
     )
-    draft = Draft(config, random_model(config, 3))
+    draft = Draft(config, random_model(config, 3), device=DEVICE)
     initialise(draft, 4)
     draft.attach()
     return draft
@@ -200,6 +203,7 @@ class Histories(RuleBasedStateMachine):
             )
         cache = CacheManager(
             config,
+            device=DEVICE,
             num_pages=NUM_PAGES,
             strict=True,
             snapshot_bytes=2**20 if self.snapshots else 0,

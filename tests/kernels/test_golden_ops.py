@@ -12,6 +12,8 @@ from safetensors import safe_open
 from cedar.kernels import engram, experts, indexer, mhc
 from tests import golden
 
+pytestmark = pytest.mark.device
+
 VECTORS = Path(golden.VECTORS)
 
 

@@ -9,6 +9,8 @@ from cedar.checkpoint.read import read_draft
 from cedar.model.draft import Draft
 from tests import golden
 
+pytestmark = pytest.mark.device
+
 
 def _draft(mode: str) -> Draft:
     draft = read_draft(golden.VECTORS / "ckpt_a", golden.model("a", mode))

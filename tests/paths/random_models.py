@@ -12,6 +12,7 @@ from cedar.config.model import ModelConfig
 from cedar.model.draft import Draft
 from cedar.model.init import initialise
 from cedar.model.transformer import Transformer
+from tests.device import DEVICE
 
 
 @st.composite
@@ -84,12 +85,12 @@ def tiny() -> ModelConfig:
 
 def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Transformer:
     """A model in which every gain, bias, sink and scale is random."""
-    model = Transformer(config, dtype=dtype)
+    model = Transformer(config, device=DEVICE, dtype=dtype)
     initialise(model, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             if name.endswith(("norm.weight", "q_weight", "k_weight")):
                 parameter.copy_(1 + 0.3 * noise)
             elif name.endswith(("attn_sink", "base", ".scale")):
@@ -106,12 +107,15 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
 def random_draft(config: ModelConfig, *, num_blocks: int = 2) -> Draft:
     """A draft that says something, attached to a random model of this config."""
     config = presets.with_draft(config, num_blocks=num_blocks, num_routed_experts=2, markov_rank=32)
-    draft = Draft(config, random_model(config, 5))
+    draft = Draft(config, random_model(config, 5), device=DEVICE)
     initialise(draft, 6)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         # a head that tells tokens apart, and tables whose logits count
-        draft.mtp[-1].confidence_head.proj.weight.normal_(0, 0.1, generator=generator)
-        draft.mtp[-1].markov_head.head.weight.normal_(0, 0.5, generator=generator)
+        for weight, scale in (
+            (draft.mtp[-1].confidence_head.proj.weight, 0.1),
+            (draft.mtp[-1].markov_head.head.weight, 0.5),
+        ):
+            weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, scale, generator=generator))
     draft.attach()
     return draft

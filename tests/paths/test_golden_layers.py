@@ -15,6 +15,8 @@ from cedar.model.state import AttentionState, SharedKV
 from cedar.model.transformer import Transformer
 from tests import golden
 
+pytestmark = pytest.mark.device
+
 # the last piece is longer than the window ring, the first shorter than a pair
 WAYS = {"whole": None, "one_piece": [1000], "pieces": [1, 2, 1, 3, 1000], "single_rows": [1] * 64}
 

@@ -22,6 +22,8 @@ from tests import golden
 from tests.paths.random_models import configs, random_model
 from tests.paths.states import check_exact_rebuilds, random_ids, run, same, visible, with_entries
 
+pytestmark = pytest.mark.device
+
 REPLAYS: list[DecoderReplay] = ["bounded", "exact20", "exact"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from cedar.kernels.dispatch import deterministic
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import configs, random_model
+
+pytestmark = pytest.mark.device
 
 EXAMPLES = settings(max_examples=25, deadline=None)
 

@@ -53,7 +53,8 @@ def engram_memory(
     spec: FormatSpec | None,
 ) -> Tensor:
     row_TK = engram_rows(compressed_TL, multiplier_L, prime_K, offset_K)
-    memory_TX = dequantize_rows(codes[row_TK], scales[row_TK], FP8, dtype).flatten(1)
+    where_TK = row_TK.to(codes.device)
+    memory_TX = dequantize_rows(codes[where_TK], scales[where_TK], FP8, dtype).to(row_TK.device).flatten(1)
     return memory_TX if spec is None else round_rows(memory_TX, spec)
 
 

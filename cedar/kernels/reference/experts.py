@@ -117,3 +117,22 @@ def advance_routed(
     entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
     ids_TK, weights_TK, _ = ops.route(entered.normed_TD, image_T, *router)
     return entered, ids_TK, weights_TK
+
+
+def advance_fed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: ops.Router,
+    image_T: Tensor,
+    weights: ops.Weights,
+    limit: float,
+) -> tuple[Entered, Tensor]:
+    streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+    entered, ids_TK, weights_TK = ops.advance_routed(*streams, sublayer, spec, router, image_T)
+    round_inner = spec is not None
+    return entered, ops.feed(entered.rounded_TD, ids_TK, weights_TK, weights, limit=limit, round_inner=round_inner)

@@ -1,12 +1,17 @@
-"""Where Triton kernels run: on CUDA, and on any device when Triton interprets them."""
+"""Where Triton kernels run: on CUDA, and on any device when Triton interprets them; where it keeps what it compiled."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
+
+# compiled kernels outlive the process: a second start finds them
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cedar" / "triton"
+os.environ.setdefault("TRITON_CACHE_DIR", str(_CACHE))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

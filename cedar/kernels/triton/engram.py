@@ -22,11 +22,12 @@ FORWARD_ONLY = ("engram_memory", "engram_gate", "look_back")
 
 
 def fits(op: str, first: Tensor, *others: Tensor) -> bool:
-    """The gate: streams of at most 8192 channels. The gather: a table where the ids are."""
+    """The gate: streams of at most 8192 channels. The gather: a table that the ids' device reads."""
     if op == "look_back":
         return first.numel() > 0
     if op == "engram_memory":
-        return first.numel() > 0 and others[0].device == first.device
+        codes = others[0]
+        return first.numel() > 0 and (codes.device == first.device or (first.is_cuda and codes.is_pinned()))
     return first.numel() > 0 and first.shape[-1] <= 8192 and is_half_or_float(first)
 
 
@@ -66,7 +67,7 @@ def engram_memory(
     assert spec is None or spec == FP8
     num_rows, num_lookbacks = compressed_TL.shape
     num_columns, channels = prime_K.shape[0], codes.shape[1]
-    out = torch.empty(num_rows, num_columns * channels, device=codes.device, dtype=dtype)
+    out = torch.empty(num_rows, num_columns * channels, device=compressed_TL.device, dtype=dtype)
     _memory[(num_rows, num_columns)](
         compressed_TL.contiguous(), multiplier_L, prime_K, offset_K, codes, scales, out, num_columns, channels,
         num_columns // (num_lookbacks - 1), ROUNDED=spec is not None, L=num_lookbacks,

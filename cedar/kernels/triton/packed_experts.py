@@ -55,7 +55,8 @@ def _position(channel, N: tl.constexpr):
 
 @triton.jit
 def _plan(
-    ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, num_choices, num_tiles, channels, width,
+    ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, num_choices, num_tiles, channels,
+    width,
     A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The first program sorts the choices; each other one permutes C channels of a row."""
@@ -138,7 +139,9 @@ def _scale_byte(scales_ptr, row, group, outputs, groups):
 
 
 @triton.jit
-def _weights(codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr):
+def _weights(
+    codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr
+):
     """[B, 256] float16, 2**-7 of the weights of a block's outputs in a step's channels, permuted."""
     # (half of the step, half of sixteen outputs, lane, word); a lane is (sixteen of B, output of eight, group of four)
     place = tl.arange(0, B * 32)
@@ -291,7 +294,8 @@ def packed_experts(
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     block, stages = c["down"]
     _down[(triton.cdiv(channels, block), num_tiles)](
-        inner, tile, member, *w2[:2], choice, channels, num_inner, inner_steps, w2.codes[0].numel(), w2.scales[0].numel(),
+        inner, tile, member, *w2[:2], choice, channels, num_inner, inner_steps,
+        w2.codes[0].numel(), w2.scales[0].numel(),
         TILED=tiled, B=block, N=rows, num_warps=block // 16, num_stages=stages, launch_pdl=AHEAD,
     )  # fmt: skip
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.triton.chain import AHEAD, follow
-from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, unavailable
+from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.few_rows import operand, round_channels
 from cedar.kernels.triton.quantize import round_groups, round_rows
 from cedar.kernels.triton.stored import e4m3_value, e8m0_value
@@ -32,7 +32,6 @@ FORWARD_ONLY = ("packed_linear", "packed_grouped_linear")
 _MAX_ROWS = 256
 # programs that keep a Hopper chip's memory busy
 _PROGRAMS = 528
-_COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def fits(op: str, x: Tensor, codes: Tensor) -> bool:
@@ -41,25 +40,25 @@ def fits(op: str, x: Tensor, codes: Tensor) -> bool:
 
 
 class Blocks(NamedTuple):
-    """How few rows are shared out: sizes as above, warps, steps under way, bytes of each output fetched early."""
+    """How few rows are shared out: sizes as above, warps, steps under way."""
 
     P: int
     B: int
     K: int
     warps: int
     stages: int
-    early: int
+    registers: int | None = None
 
 
 def _blocks(num_rows: int, dtype: torch.dtype) -> Blocks:
     if num_rows <= 16:
-        return Blocks(16, 64, 128, 4, 4, 512)
+        return Blocks(16, 64, 128, 4, 4)
     # float32 is multiplied without tensor cores, and larger blocks of it do not fit the registers
     if num_rows <= 32 or dtype == torch.float32:
-        return Blocks(32, 64, 128, 4, 4, 512)
+        return Blocks(32, 64, 128, 4, 4)
     if num_rows <= 64:
-        return Blocks(64, 128, 128, 4, 3, 512)
-    return Blocks(128, 128, 64, 8, 4, 512)
+        return Blocks(64, 128, 128, 4, 3)
+    return Blocks(128, 128, 64, 8, 4)
 
 
 @triton.jit
@@ -94,18 +93,19 @@ def _planes(word, OPERAND: tl.constexpr):
 
 @triton.jit
 def _factors(exponent, OPERAND: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
-    """[B, K / 32] scale bytes -> [B, K / 2], 2**60 of the scales; those above 2**67 become infinite."""
-    bits = tl.minimum(exponent.to(tl.int32) + 60, 255) << 23
+    """int32 [B, K / 32] exponents of E8M0 -> [B, K / 2], 2**60 of the scales; those above 2**67 become infinite."""
+    bits = tl.minimum(exponent + 60, 255) << 23
     factor = bits.to(tl.float32, bitcast=True).to(OPERAND)
     return tl.reshape(tl.broadcast_to(factor[:, :, None], (B, K // 32, 16)), (B, K // 2))
 
 
-@triton.jit(do_not_specialize=["num_rows", "steps_a_share", "early"])
+@triton.jit(do_not_specialize=["num_rows", "steps_a_share"])
 def _packed_linear(
     x_ptr, codes_ptr, scales_ptr, y_ptr, num_rows, row_stride, group_stride, channels, outputs, steps_a_share,
-    early, SHARED: tl.constexpr, ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    SHARED: tl.constexpr, ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
+    follow()
     # one program: B outputs of one group for P rows, over a share of the input
     tiles = tl.cdiv(outputs, B)
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -117,32 +117,19 @@ def _packed_linear(
     last = tl.minimum(first + steps_a_share * K, channels)
     codes_ptr += (group * outputs + tile * B).to(tl.int64) * channels
     inner = tl.arange(0, B)
-    if _COMPILED:
-        # a weight waits for no kernel: its bytes are on their way while the one before still runs
-        size = tl.minimum(last - first, early)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [codes_ptr + inner * channels + first, tl.where(output < outputs, size, 0)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    follow()
     x_ptr += group * group_stride
-    scales_ptr += group * tl.cdiv(outputs, 32) * (channels // 32)
     pair, part = tl.arange(0, K // 2), tl.arange(0, K // 32)
-    scale_row = scales_ptr + (output // 32 * (channels // 32))[:, None]
+    scale_row = ((group * tl.cdiv(outputs, 32) + output // 32) * (channels // 32))[:, None]
     word_row = codes_ptr.to(tl.pointer_type(tl.uint16)) + (inner * (channels // 2))[:, None]
     x_row = x_ptr + (row * row_stride)[:, None]
     known_row, known_output = (row < num_rows)[:, None], (output < outputs)[:, None]
     total = tl.zeros([B, P], tl.float32)
-    place = first // 32 + part
-    exponent = tl.load(scale_row + place[None, :], mask=known_output & (place * 32 < channels)[None, :], other=0)
     for start in range(first, last, K):
-        # the scales of the next step: nothing waits for them
-        place = start // 32 + K // 32 + part
-        next_one = tl.load(scale_row + place[None, :], mask=known_output & (place * 32 < channels)[None, :], other=0)
+        # a scale byte comes in the word that holds it: words are copied ahead of their use, bytes are not
+        place = scale_row + (start // 32 + part)[None, :]
+        known = known_output & (start + 32 * part < channels)[None, :]
+        quad = tl.load(scales_ptr.to(tl.pointer_type(tl.int32)) + (place >> 2), mask=known, other=0)
+        exponent = (quad >> ((place & 3) << 3)) & 0xFF
         inside = (start // 2 + pair < channels // 2)[None, :]
         word = tl.load(word_row + (start // 2 + pair)[None, :], mask=known_output & inside, other=0)
         if OPERAND == tl.bfloat16:
@@ -158,7 +145,6 @@ def _packed_linear(
         factor = _factors(exponent, OPERAND, B, K)
         total = tl.dot(even * factor, tl.trans(x_even), total, input_precision="ieee")
         total = tl.dot(odd * factor, tl.trans(x_odd), total, input_precision="ieee")
-        exponent = next_one
     # back from 2**-120 and 2**60
     y = tl.trans(total * 1152921504606846976.0)
     if not SHARED:
@@ -260,6 +246,9 @@ def few_rows(
     if (x_TGI.data_ptr() | (x_TGI.stride(0) | x_TGI.stride(1)) * x_TGI.element_size()) % 16:
         # pairs of channels are read as one word
         x_TGI = x_TGI.contiguous()
+    if scales.numel() % 4 or scales.data_ptr() % 4:
+        # scales are read in words of four
+        scales = torch.nn.functional.pad(scales.flatten(), (0, -scales.numel() % 4))
     steps = triton.cdiv(channels, blocks.K)
     steps_a_share = triton.cdiv(steps, min(shares, steps))
     shares = triton.cdiv(steps, steps_a_share)
@@ -269,8 +258,9 @@ def few_rows(
     grid = num_groups * triton.cdiv(outputs, blocks.B), triton.cdiv(num_rows, blocks.P), shares
     _packed_linear[grid](
         x_TGI, codes_GOI, scales, target, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
-        steps_a_share, blocks.early, SHARED=shares > 1, ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=blocks.P,
-        B=blocks.B, K=blocks.K, num_warps=blocks.warps, num_stages=blocks.stages, launch_pdl=AHEAD,
+        steps_a_share, SHARED=shares > 1, ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=blocks.P,
+        B=blocks.B, K=blocks.K, num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
+        launch_pdl=AHEAD,
     )  # fmt: skip
     if shares > 1:
         size = y_TGO.numel()

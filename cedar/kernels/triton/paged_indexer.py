@@ -129,7 +129,8 @@ def _scores(
     t = tl.program_id(1).to(tl.int64)
     slot, visible = tl.load(slot_ptr + t), tl.load(visible_ptr + t)
     query, weight = _turned_query(
-        query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles, weight_ptr + t * weight_stride,
+        query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles,
+        weight_ptr + t * weight_stride,
         num_heads, num_angles, H, C,
     )  # fmt: skip
     page_ptr += slot * page_stride
