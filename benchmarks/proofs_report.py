@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,21 +319,32 @@ CLAIMS = (
 
 
 def summarise(folder: Path, root: Path) -> None:
-    """Read every run of a folder; write `docs/proofs.md`, `benchmarks/results/proofs.json`, `docs/plots/proofs.png`."""
-    runs = _load(folder)
-    if "base" not in runs:
+    """Write `docs/proofs.md`, `benchmarks/results/proofs.json` and `docs/plots/proofs.png` from a folder's runs.
+
+    Runs of the same recipe that are recorded already and not in the folder stay, with the values recorded of them.
+    """
+    target = root / "benchmarks/results/proofs.json"
+    fresh = _load(folder)
+    if "base" not in fresh:
         raise SystemExit(f"no finished run of the base in {folder}: train it first")
-    lines = [_line(claim, runs) for claim in CLAIMS]
+    recipe = _shared(next(iter(fresh["base"].values()))["recipe"])
+    runs, known = _recorded(target, recipe)
+    for arm, seeds in fresh.items():
+        runs.setdefault(arm, {}).update(seeds)
+    lines = [_line(claim, runs, fresh, known) for claim in CLAIMS]
     results = {
         "runs": [
-            {**{k: v for k, v in run.items() if k not in ("curve", "recipe", "commit")}, "curve": run["curve"][::4]}
-            for seeds in runs.values()
-            for run in seeds.values()
+            {
+                **{k: v for k, v in run.items() if k not in ("curve", "recipe", "commit")},
+                "curve": run["curve"][::4] if seed in fresh.get(arm, {}) else run["curve"],
+            }
+            for arm, seeds in runs.items()
+            for seed, run in sorted(seeds.items())
         ],
-        "recipe": next(iter(runs["base"].values()))["recipe"],
+        "recipe": recipe,
         "claims": lines,
     }
-    (root / "benchmarks/results/proofs.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (root / "docs/proofs.md").write_text(_page(runs, lines), encoding="utf-8")
     _plot(runs, root / "docs/plots/proofs.png")
     print(f"{sum(map(len, runs.values()))} runs of {len(runs)} arms: docs/proofs.md")
@@ -347,10 +358,39 @@ def _load(folder: Path) -> Runs:
     return runs
 
 
-def _line(claim: Claim, runs: Runs) -> dict[str, Any]:
+def _shared(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What the runs of all seeds have in common."""
+    return {name: value for name, value in recipe.items() if name != "seed"}
+
+
+def _recorded(file: Path, recipe: dict[str, Any]) -> tuple[Runs, dict[tuple[str, str], dict[int, float]]]:
+    """The runs recorded of this recipe, and each claim's values by seed."""
+    if not file.exists():
+        return {}, {}
+    results = json.loads(file.read_text(encoding="utf-8"))
+    if _shared(results["recipe"]) != recipe:
+        print(f"{file} is of another recipe: its runs are left out")
+        return {}, {}
+    runs: Runs = {}
+    for run in results["runs"]:
+        runs.setdefault(run["arm"], {})[int(run["seed"])] = run
+    known = {
+        (line["mechanism"], line["what"]): dict(zip(line["seeds"], line["values"], strict=True))
+        for line in results["claims"]
+    }
+    return runs, known
+
+
+def _line(
+    claim: Claim, runs: Runs, fresh: Runs, known: Mapping[tuple[str, str], Mapping[int, float]]
+) -> dict[str, Any]:
     base, other = runs["base"], runs.get(claim.other, {})
     seeds = sorted(set(base) & set(other))
-    values = [claim.value(base[seed], other[seed]) for seed in seeds]
+    # a recorded curve has every fourth point only, so its claims are not computed again
+    earlier = known.get((claim.mechanism, claim.what), {})
+    whole = set(fresh["base"]) & set(fresh.get(claim.other, {}))
+    seeds = [seed for seed in seeds if seed in whole or seed in earlier]
+    values = [claim.value(base[seed], other[seed]) if seed in whole else earlier[seed] for seed in seeds]
     line = {
         "mechanism": claim.mechanism,
         "what": claim.what,

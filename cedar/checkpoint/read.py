@@ -15,10 +15,11 @@ from cedar.checkpoint.names import GROUP, TILE, Part, Storage, StoredWeight, sto
 from cedar.errors import FormatError
 from cedar.formats.fp4 import dequantize_fp4_index
 from cedar.formats.fp8 import dequantize_tiles
+from cedar.kernels.experts import Packed
 from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
-from cedar.model.layers import Linear
-from cedar.model.moe import Experts
+from cedar.model.layers import Linear, Tiles
+from cedar.model.moe import Experts, retile_experts
 from cedar.model.rows import DiskTable, Plane
 from cedar.model.transformer import Transformer
 
@@ -35,6 +36,7 @@ def read_checkpoint(
     device: torch.device | str = "cpu",
     engram: EngramPlace = "memory",
     engram_cache_bytes: int = 256 * 2**20,
+    packed: bool = False,
 ) -> Transformer:
     """The text model of a checkpoint in the release's format, ready to run.
 
@@ -49,6 +51,7 @@ def read_checkpoint(
             read the rows they need; `mapped` maps the file, so that what was touched stays as long as
             the machine has memory to spare; `disk` reads rows as they are asked for and keeps a bounded number.
         engram_cache_bytes: Rows that `disk` keeps, all tables together.
+        packed: FP8 linears and MXFP4 experts keep their stored bytes, which products then read; it cannot be trained.
 
     Raises:
         ConfigError: config.json is missing or wrong.
@@ -62,7 +65,8 @@ def read_checkpoint(
     files = open_checkpoint(path)
     config = files.config
     # the float tables would be four times the packed ones, for nothing
-    model = Transformer(config, device=device, dtype=dtype, table_device="meta")
+    quantized_device = "meta" if packed else None
+    model = Transformer(config, device=device, dtype=dtype, table_device="meta", quantized_device=quantized_device)
     load_weights(model, files, engram=engram, engram_cache_bytes=engram_cache_bytes)
     if config.engram.layer_ids and (files.directory / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(files.directory)
@@ -72,7 +76,7 @@ def read_checkpoint(
 
 
 def read_draft(path: str | Path, target: Transformer) -> Draft | None:
-    """The draft of a checkpoint beside its text model, None if the checkpoint has none.
+    """The draft of a checkpoint beside its text model, packed if that is; None if the checkpoint has none.
 
     Raises:
         ConfigError: config.json is missing or wrong.
@@ -84,7 +88,7 @@ def read_draft(path: str | Path, target: Transformer) -> Draft | None:
     if not files.config.draft.num_blocks:
         files.close()
         return None
-    draft = Draft(files.config, target, device=target.device)
+    draft = Draft(files.config, target, device=target.device, quantized_device="meta" if target.packed else None)
     load_weights(draft, files)
     return draft
 
@@ -99,8 +103,10 @@ def load_weights(
 ) -> None:
     """Fill `model` from a sound checkpoint of its own config; quantized weights keep their scale bytes.
 
-    Engram tables become packed ones.
+    Quantized weights on `meta` become packed ones, experts in the order of a GPU's kernels if they are on one, and so
+    do Engram tables.
     """
+    device = model.device if isinstance(model, Transformer) else model.target.device
     part = Part.DRAFT if isinstance(model, Draft) else Part.TEXT
     weights = [weight for weight in stored_weights(files.config) if weight.part is part]
     # in file order, so that a disk reads forward
@@ -112,10 +118,14 @@ def load_weights(
             if weight.storage is Storage.FP8_ROWS:
                 assert isinstance(model, Transformer)
                 _load_table(model, files, weight, engram, engram_cache_bytes // len(files.config.engram.layer_ids))
+            elif target(model, weight).is_meta:
+                _load_packed(owner(model, weight), files, weight, device)
             else:
                 _load_weight(model, files, weight)
     finally:
         files.close()
+    if device.type == "cuda":
+        retile_experts(model)
 
 
 def target(model: nn.Module, weight: StoredWeight) -> Tensor:
@@ -187,6 +197,39 @@ def _load_weight(model: nn.Module, files: CheckpointFiles, weight: StoredWeight)
                 assert scale_bytes is not None
                 decoded = dequantize_fp4_index(data, scale_bytes[start:stop])
         rows[start:stop].copy_(decoded)
+
+
+def _load_packed(module: nn.Module, files: CheckpointFiles, weight: StoredWeight, device: torch.device) -> None:
+    assert weight.scale is not None
+    codes, scales = (files.read(stored.name).view(stored.shape).to(device) for stored in (weight.weight, weight.scale))
+    if isinstance(module, Linear):
+        module.set_packed(Tiles(codes, scales))
+        return
+    assert isinstance(module, Experts) and weight.expert is not None
+    name = weight.parameter.rpartition(".")[2]
+    if name not in module.packed:
+        num_experts = getattr(module, name).shape[0]
+        stack = Packed(codes.new_empty(num_experts, *codes.shape), scales.new_empty(num_experts, *scales.shape))
+        module.set_packed({**module.packed, name: stack})
+    held_codes, held_scales, *_ = module.packed[name]
+    held_codes[weight.expert], held_scales[weight.expert] = codes, scales
+
+
+def stored_bytes(module: nn.Module, weight: StoredWeight) -> tuple[Tensor, Tensor] | None:
+    """(elements, scales) of a weight that is held as a checkpoint stores it, None of any other.
+
+    Raises:
+        FormatError: It is held in the order of a GPU's kernels.
+    """
+    if isinstance(module, Linear) and isinstance(module.held, Tiles):
+        return module.held
+    if isinstance(module, Experts) and module.packed:
+        stack = module.packed[weight.parameter.rpartition(".")[2]]
+        if not isinstance(stack, Packed):
+            raise FormatError(f"{weight.name} lies in a GPU's order: write the checkpoint from a model on a CPU")
+        assert weight.expert is not None
+        return stack.codes[weight.expert], stack.scales[weight.expert]
+    return None
 
 
 def _keep_scales(module: nn.Module, weight: StoredWeight, scale_bytes: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cedar.checkpoint.files import INDEX_NAME, SINGLE_NAME, CheckpointFiles, placement
 from cedar.checkpoint.names import TILE, Part, Storage, StoredWeight, stored_weights
-from cedar.checkpoint.read import kept_scales, owner, row_chunks, target
+from cedar.checkpoint.read import kept_scales, owner, row_chunks, stored_bytes, target
 from cedar.config.load import dump_config
 from cedar.config.model import ModelConfig
 from cedar.errors import CapacityError, FormatError
@@ -138,6 +138,9 @@ def encode(model: nn.Module, weight: StoredWeight) -> Iterator[Tensor]:
     module = owner(model, weight)
     if isinstance(module, EngramTable) and module.weight is None:
         yield from module.stored()
+        return
+    if (stored := stored_bytes(module, weight)) is not None:
+        yield from stored
         return
     values = target(model, weight)
     rows = values.view(1, -1) if values.dim() == 1 else values

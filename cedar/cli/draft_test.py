@@ -12,7 +12,7 @@ from cedar.chat.tokenizer import BOS
 from cedar.config.serve import ServeConfig
 from cedar.engine.engine import Engine
 from cedar.engine.load import ModelFiles, start_engine
-from cedar.engine.request import Drafting, Finished, Request, SamplingParams, Token
+from cedar.engine.request import Drafting, Event, Finished, Request, SamplingParams, Token
 from cedar.engine.speculate import Drafter, DraftRequest, Proposal
 from cedar.errors import ConfigError
 
@@ -174,7 +174,7 @@ def _batch(engine: Engine, prompts: list[list[int]], plan: Plan, size: int) -> d
 
 
 def _together(engine: Engine, prompts: list[list[int]], plan: Plan, mode: Mode) -> _Run:
-    """All prompts at once, from the first token of the last to begin until all have ended."""
+    """All prompts at once, timed from the first token of the last to begin until all have ended."""
     drafter = engine.drafter
     assert drafter is not None
     if mode == "all":
@@ -183,19 +183,27 @@ def _together(engine: Engine, prompts: list[list[int]], plan: Plan, mode: Mode) 
     sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
     run = _Run()
     try:
-        started, cpu_began = time.perf_counter(), time.process_time()
         handles = [
             engine.submit(Request(prompt_ids=tuple(prompt), sampling=sampling, draft=draft, replay="off", keep=False))
             for prompt in prompts
         ]
+        heard: list[list[Event]] = []
         for handle in handles:
-            events = list(handle)
+            # what comes before its first token is prefill
+            heard.append([])
+            for event in handle:
+                heard[-1].append(event)
+                if isinstance(event, Token):
+                    break
+        started, cpu_began = time.perf_counter(), time.process_time()
+        for handle, events in zip(handles, heard, strict=True):
+            events += handle
             end = events[-1]
             assert isinstance(end, Finished)
             if end.reason == "error":
                 raise RuntimeError(f"an answer failed: {end.error}")
             run.answers.append([event.id for event in events if isinstance(event, Token)])
-            run.tokens += end.completion_tokens
+            run.tokens += end.completion_tokens - 1
             run.drafted += end.drafted_tokens
             run.accepted += end.accepted_tokens
             run.steps += end.draft_steps

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 # device and dtype that `load_model` picks, the first where there is no GPU
 NUMERICS = ("cpu-float32", "cuda-bfloat16")
+# checkpoint bytes from which a GPU reads them as they are: a smaller model waits for launches, not for weights
+PACKED_BYTES = 2**30
 BUNDLED = "bundled"
 BUNDLED_NAME = "cedar"
 
@@ -145,11 +147,14 @@ def load_model(
     dtype: torch.dtype | None = None,
     engram: Literal["memory", "host", "mapped", "disk"] = "memory",
     engram_cache_bytes: int = 256 * 2**20,
+    packed: bool | None = None,
 ) -> Transformer:
     """The model, ready to run: on the GPU in bfloat16 if there is one, else on the CPU in float32.
 
     Args:
         engram: Where Engram's tables lie, see `cedar.checkpoint.read.read_checkpoint`.
+        packed: FP8 and MXFP4 weights stay as they are stored; by default those of a large model on a GPU do
+            (`PACKED_BYTES`), and in no other case.
 
     Raises:
         FormatError: The checkpoint is not what its config says.
@@ -157,10 +162,21 @@ def load_model(
     import torch
 
     from cedar.checkpoint.read import read_checkpoint
+    from cedar.planner.memory import weight_bytes
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    return read_checkpoint(files.path, dtype=dtype, device=device, engram=engram, engram_cache_bytes=engram_cache_bytes)
+    if packed is None:
+        stored, *_ = weight_bytes(files.config)
+        packed = torch.device(device).type == "cuda" and stored.dense >= PACKED_BYTES
+    return read_checkpoint(
+        files.path,
+        dtype=dtype,
+        device=device,
+        engram=engram,
+        engram_cache_bytes=engram_cache_bytes,
+        packed=packed,
+    )
 
 
 def fingerprint(files: ModelFiles, numerics: str) -> bytes:
@@ -245,7 +261,9 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
 
     context = context_tokens(files, config)
     num_pages = config.cache_bytes // page_bytes(files.config)
-    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes)
+    # exact mode computes rows in blocks, which the kernels of stored bytes do not
+    packed = False if config.strict_cache else None
+    model = load_model(files, engram=config.engram, engram_cache_bytes=config.engram_cache_bytes, packed=packed)
     numerics = f"{model.device.type}-{str(model.dtype).removeprefix('torch.')}"
     mark = fingerprint(files, numerics)
     store = None if config.cache_dir is None else open_store(files, config, numerics=numerics)

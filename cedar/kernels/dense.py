@@ -25,6 +25,13 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 @row_op(1)
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`x @ weight.T` in float32, of values as they are: neither operand is rounded to the other's dtype."""
+    check.shape("linear_float32", "weight", weight_OI, None, x_TI.shape[-1])
+    return select("linear_float32", x_TI, weight_OI)(x_TI, weight_OI)
+
+
+@row_op(1)
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     """`gain * x / sqrt(mean(x**2) + eps)` in float32, rounded once to x's dtype.
 
@@ -58,6 +65,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     return select("swiglu", gate_TI, up_TI)(gate_TI, up_TI, limit)
 
 
+def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+    """`swiglu` of each row's two halves in x's dtype, rounded to `spec` in the same pass. No gradient."""
+    check.shape("swiglu_round", "rows", x_TX, None, x_TX.shape[-1] // 2 * 2)
+    return select("swiglu_round", x_TX)(x_TX, limit, spec)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     """`rms_norm`, then rounded to `spec` in the same pass; None leaves the norm. No gradient."""
     check.shape("norm_round", "gain", gain_I, x_TI.shape[-1])
@@ -87,3 +100,19 @@ def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSp
     check.shape("packed_linear", "codes", codes_OI, None, x_TI.shape[-1])
     check.shape("packed_linear", "scales", scales, -(-codes_OI.shape[0] // 32), -(-codes_OI.shape[1] // 32))
     return select("packed_linear", x_TI, codes_OI)(x_TI, codes_OI, scales, spec)
+
+
+def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    """`grouped_linear` with weights as the checkpoint stores them: [T, G, O]. No gradient.
+
+    Args:
+        codes_GOI: uint8 E4M3.
+        scales: uint8 E8M0, one for each tile of 32 x 32 of a group.
+        spec: What the result is rounded to for the product that reads it; None leaves it. The input stays as it is.
+
+    Source: architecture.md 3.6, 7.2.
+    """
+    num_groups, outputs, channels = codes_GOI.shape
+    check.shape("packed_grouped_linear", "codes", codes_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
+    check.shape("packed_grouped_linear", "scales", scales, num_groups, -(-outputs // 32), -(-channels // 32))
+    return select("packed_grouped_linear", x_TGI, codes_GOI)(x_TGI, codes_GOI, scales, spec)

@@ -98,3 +98,19 @@ def advance(
     check.shape("advance", "premix", premix_TN, *streams_TND.shape[:2])
     run = select("advance", streams_TND, premix_TN)
     return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+
+
+def advance_projected(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    weight_OD: Tensor,
+) -> tuple[Entered, Tensor]:
+    """`advance`, and a linear of the rounded input: (entered, [T, O]). No gradient."""
+    check.shape("advance_projected", "weight", weight_OD, None, streams_TND.shape[-1])
+    run = select("advance_projected", streams_TND, weight_OD)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, weight_OD)

@@ -156,6 +156,29 @@ def split_latent(
     )
 
 
+def split_projected(
+    latent_TX: Tensor,
+    query_gain_Q: Tensor,
+    query_eps: float,
+    query_spec: FormatSpec | None,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+    weight_OQ: Tensor,
+) -> Tensor:
+    """`split_latent`, and a linear of what it returns: [T, O]. No gradient."""
+    check.shape("split_projected", "latent", latent_TX, page_T.shape[0], query_gain_Q.shape[0] + stored.channels)
+    check.shape("split_projected", "weight", weight_OQ, None, query_gain_Q.shape[0])
+    run = select("split_projected", latent_TX, weight_OQ)
+    query = latent_TX, query_gain_Q, query_eps, query_spec
+    return run(*query, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T, weight_OQ)
+
+
 def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows by place, decoded exactly: the shape of `page` and a channel axis."""
     check.shape("load_rows", "row", row, *page.shape)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from cedar.config.layers import LayerKind, LayerPlan
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
+from cedar.formats.spec import FP8
 from cedar.kernels import dense
 from cedar.model import csa2
 from cedar.model.csa2 import Compressor, Indexer
-from cedar.model.layers import Linear, RMSNorm, round_input
+from cedar.model.layers import Linear, RMSNorm, Tiles, round_input
 from cedar.model.rope import Rope
 from cedar.model.state import AttentionState, SharedKV
 
@@ -36,6 +37,7 @@ class Attention(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
@@ -45,8 +47,10 @@ class Attention(nn.Module):
         # one table for the whole model, owned by the transformer
         self._rope = [rope]
 
+        quantized_device = quantized_device or device
+
         def linear(num_inputs: int, num_outputs: int) -> Linear:
-            return Linear(num_inputs, num_outputs, "fp8", device=device, dtype=dtype)
+            return Linear(num_inputs, num_outputs, "fp8", device=quantized_device, dtype=dtype)
 
         self.wq_a = linear(hidden, attention.q_lora_rank)
         self.q_norm = RMSNorm(attention.q_lora_rank, config.rms_norm_eps, device=device, dtype=dtype)
@@ -59,7 +63,13 @@ class Attention(nn.Module):
         if plan.writes_entries:
             self.compressor = Compressor(config, plan.ratio, device=device, dtype=dtype)
         if plan.selects:
-            self.indexer = Indexer(config, owns_keys=plan.writes_entries, device=device, dtype=dtype)
+            self.indexer = Indexer(
+                config,
+                owns_keys=plan.writes_entries,
+                device=device,
+                dtype=dtype,
+                quantized_device=quantized_device,
+            )
 
     def write_window(self, u_TD: Tensor, state: AttentionState) -> None:
         """Window keys of the rows: normed, rotated by the layer's table, rounded by the state."""
@@ -93,7 +103,11 @@ class Attention(nn.Module):
 
     def _project(self, output_THC: Tensor, rounding: Rounding) -> Tensor:
         """Each group of heads through its own block of wo_a (unrounded input), then wo_b."""
-        output_TGX = output_THC.unflatten(1, (self.num_groups, -1)).flatten(2)
+        output_TGX, held = output_THC.unflatten(1, (self.num_groups, -1)).flatten(2), self.wo_a.held
+        if isinstance(held, Tiles):
+            spec = FP8 if rounding.activations else None
+            mixed_TGR = dense.packed_grouped_linear(output_TGX, *held.groups(self.num_groups), spec)
+            return self.wo_b(mixed_TGR.flatten(1), rounding)
         weight_GRX = self.wo_a.effective_weight(rounding).unflatten(0, (self.num_groups, self.group_rank))
         groups = [dense.linear(output_TGX[:, g], weight_GRX[g]) for g in range(self.num_groups)]
         return self.wo_b(round_input(torch.cat(groups, dim=-1), rounding), rounding)

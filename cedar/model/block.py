@@ -33,17 +33,25 @@ class Block(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         table_device: torch.device | str | None = None,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
         if plan.engram:
-            self.engram = Engram(config, plan.layer, device=device, dtype=dtype, table_device=table_device)
+            self.engram = Engram(
+                config,
+                plan.layer,
+                device=device,
+                dtype=dtype,
+                table_device=table_device,
+                quantized_device=quantized_device,
+            )
         self.hc_attn = HyperConnection(config, device=device)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
-        self.attn = Attention(config, plan, rope, device=device, dtype=dtype)
+        self.attn = Attention(config, plan, rope, device=device, dtype=dtype, quantized_device=quantized_device)
         self.hc_ffn = HyperConnection(config, device=device)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
-        self.ffn = MoE(config, plan.layer, device=device, dtype=dtype)
+        self.ffn = MoE(config, plan.layer, device=device, dtype=dtype, quantized_device=quantized_device)
 
     def enter(self, streams_TND: Tensor, premix_TN: Tensor, rounding: Rounding | None = None) -> tuple[Mixes, Tensor]:
         """The attention sublayer's mixes and its normed input [T, D]."""

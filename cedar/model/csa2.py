@@ -54,14 +54,19 @@ class Indexer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, owns_keys: bool, device: torch.device | str | None, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        *,
+        owns_keys: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+        quantized_device: torch.device | str | None,
     ) -> None:
         super().__init__()
         indexer, attention = config.indexer, config.attention
         self.num_heads, self.head_dim = indexer.num_heads, indexer.head_dim
-        self.wq_b = Linear(
-            attention.q_lora_rank, indexer.num_heads * indexer.head_dim, "fp8", device=device, dtype=dtype
-        )
+        num_queries = indexer.num_heads * indexer.head_dim
+        self.wq_b = Linear(attention.q_lora_rank, num_queries, "fp8", device=quantized_device, dtype=dtype)
         self.weights_proj = Linear(config.hidden_size, indexer.num_heads, "bf16", device=device, dtype=dtype)
         if owns_keys:
             self.wk = Linear(attention.head_dim, indexer.head_dim, "bf16", device=device, dtype=dtype)

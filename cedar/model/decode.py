@@ -12,27 +12,28 @@ T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cedar.config.layers import LayerKind, layer_plans
 from cedar.config.model import PAGE_TOKENS, ModelConfig
+from cedar.formats.fp8 import TILE
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
 from cedar.kernels import indexer as indexer_ops
 from cedar.kernels.compress import pool_pairs
-from cedar.kernels.dense import grouped_linear
+from cedar.kernels.dense import grouped_linear, linear_float32, packed_grouped_linear, packed_linear, swiglu_round
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import Router, Weights, advance_routed, feed
-from cedar.kernels.mhc import Entered, Sublayer, advance, expand
-from cedar.kernels.pages import Paged, Stored, locate, split_latent, store_normed
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
+from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
+from cedar.kernels.pages import Paged, Stored, locate, split_latent, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
 from cedar.model.engram import Engram, Recall
-from cedar.model.layers import Linear, RMSNorm
+from cedar.model.layers import Linear, RMSNorm, Tiles
 from cedar.model.mhc import HyperConnection
 from cedar.model.rope import Rope
 from cedar.model.sequence import SequenceState
@@ -239,14 +240,18 @@ class DecodeStep:
             pad_token_id=config.engram.pad_token_id,
         )
 
-    def split_latent(self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None) -> Tensor:
-        """Keep the window keys that lie behind the query latents; returns these normed, and rounded to `spec`."""
+    def query(
+        self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None, weight_OQ: Tensor | Tiles
+    ) -> Tensor:
+        """Keep the window keys that lie behind the query latents; returns a linear of these, normed and rounded."""
         query_norm, norm = attention.q_norm, attention.kv_norm
         window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
         places = self._slot_T, self._at.ring_T, self._at.busy_T
-        return split_latent(
-            latent_TX, query_norm.weight, query_norm.eps, spec, norm.weight, norm.eps, *rotation, window, *places
-        )
+        query = latent_TX, query_norm.weight, query_norm.eps, spec
+        if isinstance(weight_OQ, Tiles):
+            latent_TQ = split_latent(*query, norm.weight, norm.eps, *rotation, window, *places)
+            return project(latent_TQ, weight_OQ)
+        return split_projected(*query, norm.weight, norm.eps, *rotation, window, *places, weight_OQ)
 
     def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
         """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
@@ -335,7 +340,8 @@ class DecodeStep:
 class SlotDecoder:
     """The model's layers for rows of one token each, in as few kernels as there are steps that depend on each other.
 
-    Linears that read the same rows become one; their weights become views of it, so nothing is held twice.
+    Linears that read the same rows become one; their weights become views of it, so nothing is held twice. Weights
+    that the model holds packed are read so.
 
     Args:
         model: Its weights must not be rounded on the fly (`Rounding.weights`), as no served model's are.
@@ -371,10 +377,11 @@ class SlotDecoder:
                 if tapped:
                     taps.append(tap_of(streams_TND))
                 streams_TND = self._remember(block.engram, streams_TND, recall, image_T)
-            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
+            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, latent_TX = layer.enter(*streams, self._spec)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
-            y_TD, shared = self._attend(layer, step, entered, shared)
+            y_TD, shared = layer.attend(step, entered, latent_TX, shared, self._spec)
             y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
@@ -387,20 +394,78 @@ class SlotDecoder:
         if engram.embed.codes is None:
             return engram(streams_TND, recall.compressed_TL, dead_T, self.model.rounding)
         memory_TX = recall.of(engram)
-        kv_TX = project(memory_TX, engram.wkv.weight)
+        kv_TX = project(memory_TX, engram.wkv.held)
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
 
-    def _attend(
-        self, layer: DecodeLayer, step: DecodeStep, entered: Entered, shared: SharedKV
+
+class PackedFeed(NamedTuple):
+    """Gate, up and down of the routed experts, and of the shared one, as the checkpoint holds them."""
+
+    w1: Packed | Tiled
+    w3: Packed | Tiled
+    w2: Packed | Tiled
+    # gate above up
+    shared13: Tiles
+    shared2: Tiles
+
+
+class DecodeLayer:
+    """A block's weights as decoding uses them, and one layer's share of a step."""
+
+    def __init__(self, block: Block) -> None:
+        attention, ffn, dtype = block.attn, block.ffn, block.attn_norm.weight.dtype
+        self.block = block
+        self.attention = _sublayer(block.hc_attn, block.attn_norm)
+        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
+        self.latent = _joined(attention.wq_a, attention.wkv)
+        indexes = [attention.indexer.wq_b] if block.plan.selects else []
+        self.query = _joined(attention.wq_b, *indexes)
+        self.entry: Tensor | None = None
+        if block.plan.writes_entries:
+            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
+            entry = _joined(attention.compressor.wkv, *gates)
+            assert not isinstance(entry, Tiles), "a compressor is never quantized"
+            self.entry = _narrowed(entry, dtype)
+        gate = ffn.gate
+        # hundreds of experts: as many bytes as the checkpoint's
+        router = _narrowed(gate.weight, dtype) if ffn.experts.packed else gate.weight
+        self.router = Router(router, gate.bias, gate.bias_vl, gate.k, gate.scaling)
+        routed, shared = ffn.experts, ffn.shared_experts
+        self.feed: Weights | PackedFeed
+        if routed.packed:
+            w1, w3, w2 = (routed.packed[name] for name in ("w1", "w3", "w2"))
+            shared13, shared2 = _joined(shared.w1, shared.w3), shared.w2.held
+            assert isinstance(shared13, Tiles) and isinstance(shared2, Tiles)
+            self.feed = PackedFeed(w1, w3, w2, shared13, shared2)
+        else:
+            self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
+
+    def enter(
+        self,
+        y_TD: Tensor | None,
+        streams_TND: Tensor,
+        post_TN: Tensor | None,
+        mixing_TNN: Tensor | None,
+        premix_TN: Tensor,
+        spec: FormatSpec | None,
+    ) -> tuple[Entered, Tensor]:
+        """From the last layer's output to what attention reads: (that, latents of queries and window key)."""
+        streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+        if not isinstance(self.latent, Tiles):
+            return advance_projected(*streams, self.attention, spec, self.latent)
+        entered = advance(*streams, self.attention, spec)
+        return entered, project(entered.rounded_TD, self.latent)
+
+    def attend(
+        self, step: DecodeStep, entered: Entered, latent_TX: Tensor, shared: SharedKV, spec: FormatSpec | None
     ) -> tuple[Tensor, SharedKV]:
-        attention, plan = layer.block.attn, layer.block.plan
-        latent_TX = project(entered.rounded_TD, layer.latent)
-        latent_TQ = step.split_latent(plan.layer, latent_TX, attention, self._spec)
+        """From what entered attention to its output: (that, what the next layer shares)."""
+        attention, plan = self.block.attn, self.block.plan
+        query_TX = step.query(plan.layer, latent_TX, attention, spec, self.query)
         if plan.writes_entries:
-            self._write_entries(layer, step, entered.normed_TD)
-        query_TX = project(latent_TQ, layer.query)
+            self._write_entries(step, entered.normed_TD)
         num_queries = attention.num_heads * attention.head_dim
         if plan.selects:
             assert plan.kv_source is not None
@@ -417,56 +482,36 @@ class SlotDecoder:
             )
         query_THC = query_TX[:, :num_queries].unflatten(-1, (attention.num_heads, attention.head_dim))
         output_THC = step.attend(plan.layer, plan.kv_source, query_THC, plan.ratio, shared, attention.attn_sink)
-        return layer.join_heads(output_THC, self._spec), shared
+        return self.join_heads(output_THC, spec), shared
 
-    def _write_entries(self, layer: DecodeLayer, step: DecodeStep, normed_TD: Tensor) -> None:
-        attention, source = layer.block.attn, layer.block.plan.layer
-        assert layer.entry is not None
+    def _write_entries(self, step: DecodeStep, normed_TD: Tensor) -> None:
+        attention, source = self.block.attn, self.block.plan.layer
+        assert self.entry is not None
         compressor, indexer = attention.compressor, attention.indexer
         if compressor.ratio == 1:
-            latent_TC = project(normed_TD, layer.entry)
+            latent_TC = project(normed_TD, self.entry)
         else:
-            latent_TC = step.pool_pairs(source, project(normed_TD.float(), layer.entry), normed_TD.dtype)
+            latent_TC = step.pool_pairs(source, linear_float32(normed_TD, self.entry), normed_TD.dtype)
         latent_TC = step.write_entries(source, "entries", latent_TC, compressor.norm)
         step.write_entries(source, "keys", project(latent_TC, indexer.wk.weight), indexer.k_norm)
-
-
-class DecodeLayer:
-    """A block's weights as decoding uses them."""
-
-    def __init__(self, block: Block) -> None:
-        attention, ffn = block.attn, block.ffn
-        self.block = block
-        self.attention = _sublayer(block.hc_attn, block.attn_norm)
-        self.experts = _sublayer(block.hc_ffn, block.ffn_norm)
-        self.latent = _joined(attention.wq_a, attention.wkv)
-        indexes = [attention.indexer.wq_b] if block.plan.selects else []
-        self.query = _joined(attention.wq_b, *indexes)
-        self.entry: Tensor | None = None
-        if block.plan.writes_entries:
-            gates = [] if attention.compressor.wgate is None else [attention.compressor.wgate]
-            self.entry = _joined(attention.compressor.wkv, *gates)
-        gate = ffn.gate
-        self.router = Router(gate.weight, gate.bias, gate.bias_vl, gate.k, gate.scaling)
-        routed, shared = ffn.experts, ffn.shared_experts
-        self.feed = Weights(routed.w1, routed.w3, routed.w2, shared.w1.weight, shared.w3.weight, shared.w2.weight)
 
     def join_heads(self, output_THC: Tensor, spec: FormatSpec | None) -> Tensor:
         """The grouped output projection."""
         attention = self.block.attn
         output_TGX = output_THC.unflatten(1, (attention.num_groups, -1)).flatten(2)
-        weight_GRX = attention.wo_a.weight.unflatten(0, (attention.num_groups, attention.group_rank))
-        mixed_TR = grouped_linear(output_TGX, weight_GRX, spec).flatten(1)
-        return project(mixed_TR, attention.wo_b.weight)
+        mixed_TGR = project_groups(output_TGX, attention.wo_a.held, spec)
+        return project(mixed_TGR.flatten(1), attention.wo_b.held)
 
     def run_experts(
         self, y_TD: Tensor, entered: Entered, image_T: Tensor, spec: FormatSpec | None
     ) -> tuple[Tensor, Entered]:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
-        entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, self.router, image_T)
-        limit, round_inner = self.block.ffn.experts.limit, spec is not None
-        y_TD = feed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit=limit, round_inner=round_inner)
+        chosen, limit = self.router, self.block.ffn.experts.limit
+        if isinstance(self.feed, PackedFeed):
+            entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, chosen, image_T)
+            return feed_packed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit, spec), entered
+        entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, chosen, image_T, self.feed, limit=limit)
         return y_TD, entered
 
 
@@ -483,16 +528,52 @@ def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:
     )
 
 
-def _joined(*linears: Linear) -> Tensor:
+def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight that the modules widen, as the checkpoint holds it; as it is where that would change it."""
+    narrow = weight.to(dtype)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+
+
+def _joined(*linears: Linear) -> Tensor | Tiles:
     """The weights one below the other; each linear's own becomes a view of its part."""
     if len(linears) == 1:
-        return linears[0].weight
-    joined = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, joined.split([linear.weight.shape[0] for linear in linears]), strict=True):
-        linear.weight.data = part
-    return joined
+        return linears[0].held
+    sizes = [linear.weight.shape[0] for linear in linears]
+    if linears[0].codes is None:
+        joined = torch.cat([linear.weight for linear in linears])
+        for linear, part in zip(linears, joined.split(sizes), strict=True):
+            linear.weight.data = part
+        return joined
+    assert all(size % TILE == 0 for size in sizes[:-1]), f"outputs {sizes}: a weight must end where a tile does"
+    packed = [linear.held for linear in linears]
+    tiles = Tiles(torch.cat([held[0] for held in packed]), torch.cat([held[1] for held in packed]))
+    scale_sizes = [-(-size // TILE) for size in sizes]
+    for linear, *part in zip(linears, tiles.codes.split(sizes), tiles.scales.split(scale_sizes), strict=True):
+        linear.codes, linear.scale_bytes = part
+    return tiles
 
 
-def project(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def project(x_TI: Tensor, weight_OI: Tensor | Tiles) -> Tensor:
     """A linear of rows that are rounded already."""
+    if isinstance(weight_OI, Tiles):
+        return packed_linear(x_TI, *weight_OI, None)
     return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)
+
+
+def project_groups(x_TGI: Tensor, weight_XI: Tensor | Tiles, spec: FormatSpec | None) -> Tensor:
+    """Each group of channels through its part of a weight's outputs, rounded to `spec`: [T, G, O]."""
+    num_groups = x_TGI.shape[1]
+    if isinstance(weight_XI, Tiles):
+        return packed_grouped_linear(x_TGI, *weight_XI.groups(num_groups), spec)
+    return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
+
+
+def feed_packed(
+    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: PackedFeed, limit: float, spec: FormatSpec | None
+) -> Tensor:
+    """`feed` with weights as the checkpoint holds them."""
+    routed_TD = packed_experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=spec is not None)
+    inner_TI = swiglu_round(packed_linear(u_TD, *weights.shared13, None), limit, spec)
+    shared_TD = packed_linear(inner_TI, *weights.shared2, None)
+    # summed in float32 and rounded in one kernel
+    return torch.add(routed_TD, shared_TD, out=torch.empty_like(u_TD))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cedar.formats.spec import FP8
-from cedar.kernels.mhc import advance, expand
-from cedar.model.decode import DecodeLayer, DecodeSlots, DecodeStep, project
+from cedar.kernels.mhc import expand
+from cedar.model.decode import DecodeLayer, DecodeSlots, DecodeStep
 from cedar.model.draft import Draft
 
 
@@ -56,11 +56,11 @@ class SlotDraft:
         y_TD = post_TN = mixing_TNN = None
         for layer in self._layers:
             attention = layer.block.attn
-            entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, layer.attention, self._spec)
-            latent_TX = project(entered.rounded_TD, layer.latent)
-            latent_TQ = step.split_latent(layer.block.plan.layer, latent_TX, attention, self._spec)
-            query_THC = project(latent_TQ, layer.query).unflatten(-1, (attention.num_heads, attention.head_dim))
             number, sink_H = layer.block.plan.layer, attention.attn_sink
+            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, latent_TX = layer.enter(*streams, self._spec)
+            query_TX = step.query(number, latent_TX, attention, self._spec, layer.query)
+            query_THC = query_TX.unflatten(-1, (attention.num_heads, attention.head_dim))
             output_THC = step.attend_block(number, query_THC, last_T, num_tokens, sink_H)
             y_TD, entered = layer.run_experts(layer.join_heads(output_THC, self._spec), entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN

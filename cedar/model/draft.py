@@ -89,6 +89,7 @@ class DraftBlock(Block):
         *,
         device: torch.device | str | None,
         dtype: torch.dtype,
+        quantized_device: torch.device | str | None,
     ) -> None:
         draft = config.draft
         moe = replace(
@@ -106,11 +107,13 @@ class DraftBlock(Block):
             decoder=True,
             engram=False,
         )
-        super().__init__(replace(config, moe=moe), plan, rope, device=device, dtype=dtype)
+        super().__init__(
+            replace(config, moe=moe), plan, rope, device=device, dtype=dtype, quantized_device=quantized_device
+        )
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if number == 0:
             tapped = len(draft.target_layer_ids) * hidden
-            self.main_proj = Linear(tapped, hidden, "fp8", device=device, dtype=dtype)
+            self.main_proj = Linear(tapped, hidden, "fp8", device=quantized_device or device, dtype=dtype)
             self.main_norm = RMSNorm(hidden, eps, device=device, dtype=dtype)
         if number == draft.num_blocks - 1:
             self.norm = RMSNorm(hidden, eps, device=device, dtype=dtype)
@@ -127,6 +130,7 @@ class Draft(nn.Module):
     Args:
         target: The model it drafts for.
         dtype: Dtype of its parameters, the target's by default.
+        quantized_device: As `Transformer`'s.
 
     Raises:
         ConfigError: The config has no draft blocks.
@@ -141,6 +145,7 @@ class Draft(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if not config.draft.num_blocks:
@@ -150,7 +155,7 @@ class Draft(nn.Module):
         self._target = [target]
         dtype = target.dtype if dtype is None else dtype
         self.mtp: Sequence[DraftBlock] = nn.ModuleList(  # type: ignore[assignment]
-            DraftBlock(config, number, target.rope, device=device, dtype=dtype)
+            DraftBlock(config, number, target.rope, device=device, dtype=dtype, quantized_device=quantized_device)
             for number in range(config.draft.num_blocks)
         )
 

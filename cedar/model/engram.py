@@ -135,6 +135,7 @@ class Engram(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         table_device: torch.device | str | None = None,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         engram = config.engram
@@ -145,7 +146,7 @@ class Engram(nn.Module):
             engram.num_columns * engram.head_dim,
             (self.num_streams + 1) * self.hidden,
             "fp8",
-            device=device,
+            device=quantized_device or device,
             dtype=dtype,
         )
         self.q_weight = nn.Parameter(torch.ones(self.num_streams, self.hidden, device=device, dtype=dtype))

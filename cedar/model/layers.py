@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cedar.config.rounding import Rounding
+from cedar.formats.fp8 import TILE, dequantize_tiles, quantize_tiles
 from cedar.formats.qat import fake_quantize_tiles
 from cedar.formats.spec import FP4_INDEX, FP8
 from cedar.kernels import dense
@@ -33,17 +34,32 @@ def round_input(x: Tensor, rounding: Rounding) -> Tensor:
     return round_rows(x, FP8) if rounding.activations else x
 
 
-class Linear(nn.Module):
-    """`x @ weight.T` without bias. The weight is held decoded; `storage` is how the checkpoint holds it.
+class Tiles(NamedTuple):
+    """An FP8 weight as the checkpoint holds it: E4M3 codes [out, in], E8M0 scales of 32 x 32 tiles, both uint8."""
 
-    The caller rounds the input (`round_input`), because several linears read the same rows.
+    codes: Tensor
+    scales: Tensor
+
+    def groups(self, count: int) -> Tiles:
+        """The same bytes as the weights of so many groups of outputs, which must end where tiles do: [G, out, in]."""
+        assert self.codes.shape[0] % (count * TILE) == 0, (self.codes.shape, count)
+        return Tiles(*(plane.unflatten(0, (count, -1)) for plane in self))
+
+
+class Linear(nn.Module):
+    """`x @ weight.T` without bias; `storage` is how the checkpoint holds the weight.
+
+    Here it is decoded, or after `set_packed` the stored bytes themselves. The caller rounds the input
+    (`round_input`), because several linears read the same rows.
 
     Attributes:
-        weight: [out, in].
+        weight: [out, in]; on `meta`, a shape without values, once the stored bytes are held.
+        codes: uint8 E4M3 [out, in] after `set_packed`, else None.
         scale_bytes: The scale bytes the weight was loaded with (uint8), so that writing it gives them back;
             None for a weight made here.
     """
 
+    codes: Tensor | None
     scale_bytes: Tensor | None
 
     def __init__(
@@ -58,13 +74,39 @@ class Linear(nn.Module):
         super().__init__()
         self.storage = storage
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, device=device, dtype=dtype))
+        self.register_buffer("codes", None, persistent=False)
         self.register_buffer("scale_bytes", None, persistent=False)
 
+    @property
+    def held(self) -> Tensor | Tiles:
+        """The weight, as it is held."""
+        if self.codes is None or self.scale_bytes is None:
+            return self.weight
+        return Tiles(self.codes, self.scale_bytes)
+
+    def set_packed(self, tiles: Tiles) -> None:
+        """Compute from stored bytes; the decoded weight is dropped."""
+        assert self.storage == "fp8", self.storage
+        assert tiles.codes.shape == self.weight.shape, (tiles.codes.shape, self.weight.shape)
+        self.weight = nn.Parameter(self.weight.detach().to("meta"), requires_grad=False)
+        self.codes, self.scale_bytes = tiles
+
+    def pack(self) -> None:
+        """Hold an FP8 weight as a checkpoint would."""
+        self.set_packed(Tiles(*quantize_tiles(self.weight.detach(), self.scale_bytes)))
+
     def forward(self, x: Tensor, rounding: Rounding) -> Tensor:
+        held = self.held
+        if isinstance(held, Tiles):
+            return dense.packed_linear(x, *held, None)
         return dense.linear(x, self.effective_weight(rounding))
 
     def effective_weight(self, rounding: Rounding) -> Tensor:
-        return rounded_weight(self.weight, self.storage) if rounding.weights else self.weight
+        """The decoded weight, rounded where training rounds it."""
+        held = self.held
+        if isinstance(held, Tiles):
+            return dequantize_tiles(*held, self.weight.dtype)
+        return rounded_weight(held, self.storage) if rounding.weights else held
 
 
 class RMSNorm(nn.Module):

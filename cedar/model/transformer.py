@@ -16,7 +16,7 @@ from cedar.config.layers import layer_plans
 from cedar.config.model import ModelConfig
 from cedar.config.rounding import Rounding
 from cedar.errors import ShapeError
-from cedar.kernels.dense import linear
+from cedar.kernels.dense import linear_float32
 from cedar.kernels.mhc import collapse
 from cedar.model.batch import BatchStep, Part
 from cedar.model.block import Block
@@ -60,6 +60,7 @@ class Transformer(nn.Module):
             keeps in float32 (mHC, router, ratio-2 compressor, sinks, head product) stays so.
         table_device: Where the Engram tables' float weights are made, `device` if None. `meta` for tables
             that `EngramTable.set_packed` will replace.
+        quantized_device: Where the float weights of FP8 linears and MXFP4 experts are made, likewise.
 
     Parameters are uninitialised: `init.initialise` or `checkpoint.read` fills them.
 
@@ -73,6 +74,7 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         table_device: torch.device | str | None = None,
+        quantized_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -93,6 +95,7 @@ class Transformer(nn.Module):
                 device=device,
                 dtype=dtype,
                 table_device=device if table_device is None else table_device,
+                quantized_device=quantized_device,
             )
             for plan in layer_plans(config)
         )
@@ -102,6 +105,11 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embed.weight.device
+
+    @property
+    def packed(self) -> bool:
+        """Its quantized weights are held as the checkpoint stores them."""
+        return bool(self.layers[0].ffn.experts.packed)
 
     def forward(
         self,
@@ -473,4 +481,4 @@ class Head(nn.Module):
 
     def forward(self, hidden_TD: Tensor, rounding: Rounding) -> Tensor:
         weight = rounded_weight(self.weight, "bf16") if rounding.weights else self.weight
-        return linear(hidden_TD.float(), weight.float())
+        return linear_float32(hidden_TD, weight)

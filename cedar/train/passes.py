@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cedar.config.train import TrainConfig
+from cedar.errors import CapacityError
 from cedar.model.transformer import Transformer
 from cedar.train import losses
 from cedar.train.data import Batch
@@ -71,7 +72,25 @@ class Passes:
 
         Args:
             batch: On the model's device.
+
+        Raises:
+            CapacityError: The GPU's memory does not hold a pass.
         """
+        try:
+            return self._run(batch, measure_recall)
+        except torch.OutOfMemoryError as error:
+            rows = self.config.rows // self.config.micro_batches
+            more = next(
+                (n for n in range(self.config.micro_batches + 1, self.config.rows + 1) if not self.config.rows % n), 0
+            )
+            advice = (
+                f"set micro_batches = {more}, which changes no gradient" if more else "use shorter rows (row_tokens)"
+            )
+            raise CapacityError(
+                f"a pass of {rows} rows of {self.config.row_tokens} tokens does not fit the GPU's memory: {advice}"
+            ) from error
+
+    def _run(self, batch: Batch, measure_recall: bool) -> PassSums:
         micro_rows = self.config.rows // self.config.micro_batches
         learnt = (batch.targets_BS >= 0).sum().clamp(min=1).float()
         samples = torch.full((), float(batch.num_samples), device=learnt.device)

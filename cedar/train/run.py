@@ -34,6 +34,7 @@ from cedar.train.corpus import Corpus, open_corpus
 from cedar.train.data import Batch, Batches, load_corpora
 from cedar.train.loop import Clock, Trainer
 from cedar.train.page import gates, page, summary
+from cedar.train.speed import peak_flops, trained_token_flops
 from cedar.train.suite import Suite, effort_for, load_validation
 from cedar.train.tasks import sample_text
 
@@ -310,6 +311,7 @@ def profile(config: TrainConfig, *, device: str | None = None, steps: int = 10) 
     model = new_model(config, tokenizer, where)
     batches = Batches(config, tokenizer, corpora, window=model.config.attention.sliding_window)
     trainer = Trainer(config, model, batches, "profile")
+    flops, peak = trained_token_flops(model.config, config), peak_flops(where)
     lines = []
 
     def run(batch: Batch, count: int) -> float:
@@ -330,9 +332,11 @@ def profile(config: TrainConfig, *, device: str | None = None, steps: int = 10) 
             batch = replace(made, dense=dense)
             run(batch, 2)
             seconds = run(batch, steps)
+            tokens_s = config.rows * config.row_tokens / seconds
+            mfu = f"MFU {flops * tokens_s / peak:.2%}   " if peak else ""
             lines.append(
                 f"{values.name:10} {'dense' if dense else 'top-k':6} {seconds * 1e3:8.1f} ms a step "
-                f"{config.rows * config.row_tokens / seconds:12,.0f} tok/s   batch made in {making * 1e3:.1f} ms"
+                f"{tokens_s:12,.0f} tok/s   {mfu}batch made in {making * 1e3:.1f} ms"
             )
     if where.type == "cuda":
         lines.append(f"most memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
@@ -423,8 +427,11 @@ def evaluate_all(
     model, tokenizer, facts = load_model(folder, device=where)
     validation = {} if data is None else load_validation(data, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
-    results = Suite(model, tokenizer, facts, validation, effort, report=report).run()
-    (out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    def save(found: dict[str, Any]) -> None:
+        (out / "evaluation.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    results = Suite(model, tokenizer, facts, validation, effort, report=report).run(save)
     html = page(results, title=f"Evaluation of {Path(folder).resolve().name}")
     (out / "evaluation.html").write_text(html, encoding="utf-8")
     if card:

@@ -91,8 +91,12 @@ class Suite:
         self.meter = Meter(model)
         self.started_s = time.monotonic()
 
-    def run(self) -> dict[str, Any]:
-        """Every measurement; values are plain, so that they go to JSON as they are."""
+    def run(self, save: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:
+        """Every measurement; values are plain, so that they go to JSON as they are.
+
+        Args:
+            save: Gets the results so far after each: the whole takes minutes.
+        """
         steps: tuple[tuple[str, Callable[[], Any]], ...] = (
             ("text", self.text),
             ("chats", self.chats),
@@ -111,7 +115,8 @@ class Suite:
         for number, (name, step) in enumerate(steps, start=1):
             self.tell(f"{number}/{len(steps)} {name}")
             results[name] = step()
-        results["seconds"] = round(time.monotonic() - self.started_s, 1)
+            results["seconds"] = round(time.monotonic() - self.started_s, 1)
+            save(results)
         return results
 
     def tell(self, line: str) -> None:

@@ -19,7 +19,11 @@ from cedar.checkpoint.read import kept_scales, owner, read_checkpoint, target
 from cedar.config import presets
 from cedar.config.load import load_config
 from cedar.errors import ConfigError, FormatError
+from cedar.formats.spec import FP4_INDEX
+from cedar.kernels.quantize import dequantize_rows
 from cedar.model.engram import EngramTable
+from cedar.model.layers import Linear, Tiles
+from cedar.model.moe import Experts
 from cedar.model.transformer import Transformer
 from tests.checkpoint.raw import VECTORS, RawCheckpoint, RawTensor
 
@@ -64,6 +68,20 @@ def test_every_text_weight_of_the_golden_checkpoints_is_exact(name: str, dtype: 
             if weight.scale is not None:
                 assert torch.equal(kept_scales(module, weight), tensors[weight.scale.name].view(torch.uint8))
         assert torch.equal(values.float(), expected), weight.name
+
+
+@pytest.mark.parametrize("name", ["ckpt_a", "ckpt_b"])
+def test_a_packed_model_has_the_weights_of_a_decoded_one(name: str) -> None:
+    decoded, packed = (read_checkpoint(VECTORS / name, packed=packed) for packed in (False, True))
+    read = dict(decoded.named_modules())
+    for place, module in packed.named_modules():
+        if isinstance(module, Linear):
+            assert isinstance(module.held, Tiles) == (module.storage == "fp8"), place
+            assert torch.equal(module.effective_weight(packed.rounding), read[place].weight), place
+        if isinstance(module, Experts):
+            for part, stack in module.packed.items():
+                want = getattr(read[place], part)
+                assert torch.equal(dequantize_rows(*stack, FP4_INDEX, torch.float32), want), (place, part)
 
 
 def test_the_text_names_of_flash_cover_a_meta_device_build() -> None:

@@ -97,6 +97,17 @@ def test_write_read_write_gives_identical_files(preset: str, tmp_path: Path) -> 
     assert len(first) > 4
 
 
+@pytest.mark.parametrize("preset", ["micro"])
+def test_packed_weights_are_written_as_they_are(preset: str, tmp_path: Path) -> None:
+    model = Transformer(presets.preset(preset))
+    initialise(model, 5)
+    write_checkpoint(model, tmp_path / "first")
+    packed = read_checkpoint(tmp_path / "first", packed=True)
+    assert packed.packed
+    write_checkpoint(packed, tmp_path / "second")
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+
+
 def test_trained_weights_are_rounded_to_their_formats(tmp_path: Path) -> None:
     model = trained()
     write_checkpoint(model, tmp_path / "out")

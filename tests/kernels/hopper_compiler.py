@@ -14,16 +14,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
-from cedar.kernels.experts import Packed, Router, Weights
+from cedar.kernels.experts import Packed, Router, Weights, retile
 from cedar.kernels.mhc import Sublayer
 from cedar.kernels.pages import Paged, Stored
 
 TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int64: "*i64",
@@ -58,7 +60,8 @@ def _run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywor
     if key in compiled:
         return
     started = time.monotonic()
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constexprs=constants, attrs=attributes)
     compiled[key] = binary = triton.compile(source, target=TARGET, options=options)
     print(
         f"{kernel.__name__}: {binary.metadata.shared} bytes of shared memory, {len(binary.asm['cubin'])} of code, "
@@ -94,6 +97,7 @@ def call_all(size: dict[str, int]) -> None:
         engram,
         feed,
         few_rows,
+        gates,
         locate,
         packed_experts,
         packed_linear,
@@ -113,11 +117,15 @@ def call_all(size: dict[str, int]) -> None:
     ring = _stored(FP8, 3, size["window"] + 6, channels)
     entries = Paged(_stored(FP4_MAIN, 3, 128, channels), torch.zeros(3, 8, dtype=torch.int64), row)
     keys = Paged(_stored(FP4_INDEX, 3, 128, size["index_channels"]), torch.zeros(3, 8, dtype=torch.int64), row)
-    query = torch.zeros(rows, size["heads"], channels, **half)
     selection = torch.zeros(rows, size["topk"], dtype=torch.int64)
-    arguments = query, cos, cos, ring, row, row, row, entries, selection, torch.zeros(size["heads"]), size["window"]
-    paged_attention.paged_attention(*arguments, shares=1)
-    paged_attention.paged_attention(*arguments, shares=2)
+    # 512 channels have a kernel of their own
+    for width in {channels, 512}:
+        query = torch.zeros(rows, size["heads"], width, **half)
+        wide_ring = _stored(FP8, 3, size["window"] + 6, width)
+        wide = Paged(_stored(FP4_MAIN, 3, 128, width), *entries[1:])
+        where = row, row, row, wide, selection, torch.zeros(size["heads"]), size["window"]
+        for shares in (1, 2):
+            paged_attention.paged_attention(query, cos, cos, wide_ring, *where, shares=shares)
     index = torch.zeros(rows, size["index_heads"], size["index_channels"], **half)
     weight = torch.zeros(rows, size["index_heads"], **half)
     paged_indexer.paged_index_scores(index, cos, cos, weight, keys, row, size["entries"])
@@ -150,6 +158,9 @@ def call_all(size: dict[str, int]) -> None:
     ids, weights, _ = route.route(
         u, None, torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5
     )
+    many = torch.zeros(384, hidden, **half), torch.zeros(384), torch.zeros(384)
+    route.route(u, present, *many, 6, 1.5)
+    gates.swiglu_round(torch.zeros(rows, 2 * inner, **half), 10.0, FP8)
     feed.feed(u, ids, weights, matrices, 10.0, True)
     inner_up, inner_down = (
         Packed(
@@ -158,9 +169,14 @@ def call_all(size: dict[str, int]) -> None:
         )
         for a, b in ((inner, hidden), (hidden, inner))
     )
-    packed_experts.packed_experts(u, ids, weights, inner_up, inner_up, inner_down, 10.0, True)
+    for up, down in ((inner_up, inner_down), (retile(inner_up), retile(inner_down))):
+        packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
-    packed_linear.packed_linear(u, torch.zeros(size["latent"], hidden, dtype=torch.uint8), tiles, FP8)
+    codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
+    for count in (rows, 32, 64, 128, 512):
+        packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
+    packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
+    packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
     sublayer = Sublayer(
         torch.zeros(24, 4 * hidden),
         torch.zeros(3),
@@ -176,7 +192,9 @@ def call_all(size: dict[str, int]) -> None:
         router = Router(torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5)
         mixing = torch.zeros(rows, 4, 4)
         advance.advance_routed(u, streams, four, mixing, four, sublayer, FP8, router, present)
-    advance.advance(u, streams, four, torch.zeros(rows, 4, 4), four, sublayer, FP8)
+    for many in (rows, 80, 1024, 4096):
+        several = torch.zeros(many, 4, hidden, **half), torch.zeros(many, 4), torch.zeros(many, 4, 4)
+        advance.advance(torch.zeros(many, hidden, **half), *several, several[1], sublayer, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)

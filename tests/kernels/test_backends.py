@@ -178,7 +178,9 @@ def test_backend_equals_reference(op: str, backend: str, rows: int) -> None:
         want = _as_tuple(call())
     got = _as_tuple(_only(op, backend, call))
     for have, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(have, expected, rtol=2e-5, atol=2e-6)
+        # sums of three products in a row, in another order on each processor
+        atol = 1e-5 if op == "experts" else 2e-6
+        torch.testing.assert_close(have, expected, rtol=2e-5, atol=atol)
 
 
 def _only(op: str, backend: str, call: Callable[[], Any]) -> Any:

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed: there is nothing 
 # every kernel of a decode step
 EXPECTED = {
     "_attend", "_join", "_scores", "_select", "_store_normed", "_grouped_linear", "_norm_round", "_route", "_up",
-    "_down", "_advance", "_memory", "_gate", "_split_latent", "_pool_pairs", "_look_back", "_plan",
-    "_locate", "_draw_rows", "_packed_linear",
+    "_down", "_advance", "_share_streams", "_join_shares", "_split_weights", "_memory", "_gate", "_split_latent",
+    "_pool_pairs", "_look_back", "_plan", "_locate", "_draw_rows", "_packed_linear", "_router_shares", "_choose_many",
+    "_swiglu_round", "_widen", "_attend_wide",
 }  # fmt: skip
 
 

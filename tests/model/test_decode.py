@@ -15,12 +15,16 @@ from cedar.cache.layout import PageLayout
 from cedar.cache.manager import CacheManager, Lease, Plan
 from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
+from cedar.formats.spec import FP4_INDEX
 from cedar.kernels import dispatch
 from cedar.kernels.dispatch import use_kernels
 from cedar.kernels.pages import Stored
+from cedar.kernels.quantize import dequantize_rows
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder
 from cedar.model.decode_draft import SlotDraft
 from cedar.model.draft import Draft
+from cedar.model.layers import Linear, Tiles
+from cedar.model.moe import Experts, pack_weights, retile_experts
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_draft, random_model, tiny
@@ -133,6 +137,53 @@ def test_slots_decode_what_sequences_decode(model: Transformer) -> None:
         with use_kernels("reference"):
             got, want = rig.step(ids, idle=idle), rig.wanted(ids)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(params=[nano, tiny], ids=["nano", "tiny"])
+def twins(request: pytest.FixtureRequest) -> tuple[Transformer, Transformer]:
+    """A model that holds a checkpoint's bytes, and one that holds their values."""
+    config: ModelConfig = request.param()
+    packed, decoded = random_model(config, 5), random_model(config, 5)
+    pack_weights(packed)
+    read = dict(decoded.named_modules())
+    with torch.no_grad():
+        for name, module in packed.named_modules():
+            if isinstance(module, Linear):
+                read[name].weight.copy_(module.effective_weight(packed.rounding))
+            if isinstance(module, Experts):
+                for part, stack in module.packed.items():
+                    getattr(read[name], part).copy_(dequantize_rows(*stack, FP4_INDEX, torch.float32))
+    return packed, decoded
+
+
+def test_stored_bytes_decode_as_their_values_do(twins: tuple[Transformer, Transformer]) -> None:
+    packed, decoded = (Rig(twin, [1, 2, 37, 130]) for twin in twins)
+    assert twins[0].packed and not twins[1].packed
+    for ids in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        logits_TV = packed.step(ids, idle=1)
+        assert torch.equal(logits_TV, decoded.step(ids, idle=1))
+        # what the prompts left, and the modules' own way
+        torch.testing.assert_close(logits_TV, packed.wanted(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpus_order_of_stored_bytes_changes_no_value(twins: tuple[Transformer, Transformer]) -> None:
+    packed, decoded = twins
+    retile_experts(packed)
+    first, second = (Rig(twin, [2, 37]) for twin in (packed, decoded))
+    assert torch.equal(first.step([1, 2]), second.step([1, 2]))
+
+
+def test_stored_bytes_are_held_once(twins: tuple[Transformer, Transformer]) -> None:
+    """What a decoder joins is shared with the modules, and nothing of it exists decoded."""
+    packed, _ = twins
+    decoder = SlotDecoder(packed)
+    for layer in decoder._layers:
+        attention = layer.block.attn
+        assert isinstance(layer.latent, Tiles) and isinstance(attention.wkv.held, Tiles)
+        first, last = attention.wkv.held.codes, layer.latent.codes[attention.wq_a.weight.shape[0] :]
+        assert first.data_ptr() == last.data_ptr()
+    quantized = [module.weight for module in packed.modules() if isinstance(module, Linear) and module.storage == "fp8"]
+    assert quantized and all(weight.is_meta for weight in quantized)
 
 
 def test_a_sequence_that_left_its_slot_goes_on(model: Transformer) -> None:
@@ -262,6 +313,16 @@ def test_the_kernels_of_a_gpu_draft_and_verify(interpreted: None) -> None:
     logits_TV = rig.verify(lines, idle=1)
     with use_kernels("reference"):
         torch.testing.assert_close(logits_TV, rig.wanted_lines(lines), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
+    model = random_model(tiny(), 3)
+    pack_weights(model)
+    with use_kernels("reference"):
+        rig = Rig(model, [5, 40])
+    logits_TV = rig.verify([[7, 3], [8]], context=64)
+    with use_kernels("reference"):
+        torch.testing.assert_close(logits_TV, rig.wanted_lines([[7, 3], [8]]), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.usefixtures("without_expert_loop")

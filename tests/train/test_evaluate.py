@@ -103,7 +103,11 @@ def test_the_whole_evaluation_gives_numbers_and_a_page(
     effort = Effort(lengths=(256,), tokens=256, documents=1, most_tokens=256, offset_step=8)
     lines: list[str] = []
     facts = {"trained_length": 128, "recipe": {"preset": "nano"}}
-    results = Suite(model, tokenizer, facts, corpora, effort, report=lines.append).run()
+    saved: list[list[str]] = []
+    suite = Suite(model, tokenizer, facts, corpora, effort, report=lines.append)
+    results = suite.run(lambda found: saved.append(list(found)))
+    # each measurement is there as soon as it is made
+    assert [len(names) for names in saved] == list(range(3, 15)) and saved[-1] == list(results)
     # plain values alone: it goes to a file
     read = json.loads(json.dumps(results))
     language = read["language"]

@@ -17,7 +17,7 @@ import torch
 
 from cedar.chat.tokenizer import PAD, train_tokenizer
 from cedar.checkpoint.resume import checkpoints
-from cedar.errors import CedarError, FormatError
+from cedar.errors import CapacityError, CedarError, FormatError
 from cedar.model.engram import Engram
 from cedar.model.layers import RMSNorm
 from cedar.train.data import Batches
@@ -91,6 +91,22 @@ def test_micro_batches_do_not_change_the_gradient(make_trainer: Make) -> None:
     for name, want in whole.items():
         for got in (halves[name], quarters[name]):
             assert (got - want).norm() <= 1e-5 * want.norm() + 1e-10, name
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "advice"), [(1, "micro_batches = 2"), (2, "micro_batches = 4"), (4, "shorter")]
+)
+def test_a_pass_too_large_for_the_gpu_says_what_to_change(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, micro_batches: int, advice: str
+) -> None:
+    trainer = make_trainer(rows=4, micro_batches=micro_batches)
+
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(trainer.model, "forward", too_large)
+    with pytest.raises(CapacityError, match=advice):
+        trainer.train_step(trainer.batches.batch(0, 0))
 
 
 @pytest.mark.parametrize("stage", [{}, EVERYTHING], ids=["plain", "as it serves"])

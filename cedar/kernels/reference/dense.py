@@ -16,6 +16,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI if weight_OI.dtype == x_TI.dtype else weight_OI.to(x_TI.dtype))
 
 
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return ops.linear(x_TI.float(), weight_OI.float())
+
+
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
     x32_TI = x_TI.float()
     scale_T1 = torch.rsqrt(x32_TI.square().mean(-1, keepdim=True) + eps)
@@ -35,6 +39,12 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
     return F.silu(gate_TI.float().clamp(max=limit)) * up_TI.float().clamp(-limit, limit)
 
 
+def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+    gate_TI, up_TI = x_TX.chunk(2, dim=-1)
+    inner_TI = ops.swiglu(gate_TI, up_TI, limit).to(x_TX.dtype)
+    return inner_TI if spec is None else round_rows(inner_TI, spec)
+
+
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:
     normed_TI = ops.rms_norm(x_TI, gain_I, eps)
     return normed_TI if spec is None else round_rows(normed_TI, spec)
@@ -50,3 +60,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     return ops.linear(x_TI if spec is None else round_rows(x_TI, spec), dequantize_tiles(codes_OI, scales, x_TI.dtype))
+
+
+def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+    weights = [dequantize_tiles(*group, x_TGI.dtype) for group in zip(codes_GOI, scales, strict=True)]
+    return ops.grouped_linear(x_TGI, torch.stack(weights), spec)

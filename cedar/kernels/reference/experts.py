@@ -70,17 +70,36 @@ def feed(
     return (routed_TD + shared_TD.float()).to(u_TD.dtype)
 
 
+def _matrices(stack: ops.Packed | ops.Tiled, channels: int, dtype: torch.dtype) -> Tensor:
+    """The values of a stack, [E, out, channels]."""
+    if isinstance(stack, ops.Packed):
+        return dequantize_rows(stack.codes, stack.scales, FP4_INDEX, dtype)
+    num_experts, blocks, steps, _ = stack.codes.shape
+    word = stack.codes
+    mask = 0x8E008E00 - 2**32
+    pairs = (word & mask, word << 3 & mask, (word << 6 ^ word << 1) & mask, (word << 9 ^ word << 2) & mask)
+    # codes n and n + 4 of a word of eight
+    code = torch.stack(pairs, -1).view(torch.float16).unflatten(-1, (4, 2)).transpose(-1, -2).float()
+    code = code.reshape(num_experts, blocks, steps, 2, 2, 4, 8, 4, 32).permute(0, 1, 5, 4, 6, 2, 3, 7, 8)
+    scale = (stack.scales.view(torch.uint8).short() << 8).view(torch.float16).float() * 2.0**7
+    scale = scale.view(num_experts, blocks, steps, 4, 8, 4, 2, 2).permute(0, 1, 3, 7, 4, 2, 6, 5)
+    values = (code * scale.unsqueeze(-1)).reshape(num_experts, blocks * 64, steps * 256)
+    return values[:, : stack.outputs, :channels].to(dtype)
+
+
 def packed_experts(
     u_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    w1: ops.Packed,
-    w3: ops.Packed,
-    w2: ops.Packed,
+    w1: ops.Packed | ops.Tiled,
+    w3: ops.Packed | ops.Tiled,
+    w2: ops.Packed | ops.Tiled,
     limit: float,
     round_inner: bool,
 ) -> Tensor:
-    weights = (dequantize_rows(codes, scales, FP4_INDEX, u_TD.dtype) for codes, scales in (w1, w3, w2))
+    channels, dtype = u_TD.shape[1], u_TD.dtype
+    w1_EID, w3_EID = _matrices(w1, channels, dtype), _matrices(w3, channels, dtype)
+    weights = w1_EID, w3_EID, _matrices(w2, w1_EID.shape[1], dtype)
     return ops.experts(u_TD, ids_TK, weights_TK, *weights, limit=limit, round_inner=round_inner)
 
 
@@ -98,3 +117,22 @@ def advance_routed(
     entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
     ids_TK, weights_TK, _ = ops.route(entered.normed_TD, image_T, *router)
     return entered, ids_TK, weights_TK
+
+
+def advance_fed(
+    y_TD: Tensor,
+    streams_TND: Tensor,
+    post_TN: Tensor,
+    mixing_TNN: Tensor,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    router: ops.Router,
+    image_T: Tensor,
+    weights: ops.Weights,
+    limit: float,
+) -> tuple[Entered, Tensor]:
+    streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+    entered, ids_TK, weights_TK = ops.advance_routed(*streams, sublayer, spec, router, image_T)
+    round_inner = spec is not None
+    return entered, ops.feed(entered.rounded_TD, ids_TK, weights_TK, weights, limit=limit, round_inner=round_inner)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import mhc as ops
-from cedar.kernels.dense import rms_norm
+from cedar.kernels.dense import grouped_linear, rms_norm
 from cedar.kernels.quantize import round_rows
 
 
@@ -69,3 +69,17 @@ def advance(
     )
     normed_TD = rms_norm(ops.collapse(streams_TND, premix_TN), sublayer.gain_D, sublayer.norm_eps)
     return ops.Entered(streams_TND, normed_TD, normed_TD if spec is None else round_rows(normed_TD, spec), *mixes)
+
+
+def advance_projected(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: ops.Sublayer,
+    spec: FormatSpec | None,
+    weight_OD: Tensor,
+) -> tuple[ops.Entered, Tensor]:
+    entered = ops.advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+    return entered, grouped_linear(entered.rounded_TD.unsqueeze(1), weight_OD.unsqueeze(0), None).squeeze(1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import pages as ops
-from cedar.kernels.dense import norm_round, rms_norm, rotate
+from cedar.kernels.dense import grouped_linear, norm_round, rms_norm, rotate
 from cedar.kernels.pages import Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 
@@ -56,6 +56,26 @@ def split_latent(
     num_latent = query_gain_Q.shape[0]
     ops.store_normed(latent_TX[:, num_latent:], gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
     return norm_round(latent_TX[:, :num_latent], query_gain_Q, query_eps, query_spec)
+
+
+def split_projected(
+    latent_TX: Tensor,
+    query_gain_Q: Tensor,
+    query_eps: float,
+    query_spec: FormatSpec | None,
+    gain_C: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    stored: Stored,
+    page_T: Tensor,
+    row_T: Tensor,
+    present_T: Tensor,
+    weight_OQ: Tensor,
+) -> Tensor:
+    query = latent_TX, query_gain_Q, query_eps, query_spec
+    query_TQ = ops.split_latent(*query, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
+    return grouped_linear(query_TQ.unsqueeze(1), weight_OQ.unsqueeze(0), None).squeeze(1)
 
 
 def locate(

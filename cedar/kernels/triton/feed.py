@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Weights
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -27,6 +27,18 @@ _UP, _DOWN, _STEP = 32, 16, 256
 def fits(op: str, u: Tensor, w1: Tensor) -> bool:
     """At most 512 rows; each reads its experts anew, so many rows of many experts are better sorted."""
     return 0 < u.shape[0] <= _MAX_ROWS and is_half_or_float(u, w1) and w1.shape[1] % 32 == 0
+
+
+@triton.jit
+def activated(gate, up, weight, limit, dtype: tl.constexpr, ROUNDED: tl.constexpr, B: tl.constexpr):
+    """Gate and up of one group of inner channels to the input of the product down."""
+    # a product's result is rounded to the model's dtype before the activation, as between the reference's ops
+    gate = tl.minimum(gate.to(dtype).to(tl.float32), limit)
+    up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
+    y = (gate * tl.sigmoid(gate) * up * weight).to(dtype)
+    if ROUNDED:
+        y = tl.reshape(round_groups(tl.reshape(y.to(tl.float32), (1, B)), 0), (B,)).to(dtype)
+    return y
 
 
 @triton.jit
@@ -53,37 +65,54 @@ def _up(
         there = (inner < num_inner)[:, None] & (channel < channels)[None, :]
         gate += tl.sum(tl.load(gate_ptr + place, mask=there, other=0.0).to(tl.float32) * u, axis=1)
         up += tl.sum(tl.load(up_ptr + place, mask=there, other=0.0).to(tl.float32) * u, axis=1)
-    # a product's result is rounded to the model's dtype before the activation, as between the reference's ops
-    dtype: tl.constexpr = inner_ptr.dtype.element_ty
-    gate = tl.minimum(gate.to(dtype).to(tl.float32), limit)
-    up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
-    y = (gate * tl.sigmoid(gate) * up * weight).to(dtype)
-    if ROUNDED:
-        # the inner channels of a program are one group
-        y = tl.reshape(round_groups(tl.reshape(y.to(tl.float32), (1, B)), 0), (B,)).to(dtype)
+    y = activated(gate, up, weight, limit, inner_ptr.dtype.element_ty, ROUNDED, B)
     tl.store(inner_ptr + (t * (k + 1) + slot) * num_inner + inner, y, mask=inner < num_inner)
 
 
 @triton.jit
+def _down_weights(w_ptr, channel, inner, channels, num_inner):
+    there = (channel < channels)[:, None] & (inner < num_inner)[None, :]
+    return tl.load(w_ptr + channel[:, None] * num_inner + inner[None, :], mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _down(
-    inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner, k,
-    B: tl.constexpr, S: tl.constexpr,
+    inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner, num_places,
+    BY_EXPERT: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    follow()
+    """The inner channels lie by slot or by expert, the shared expert's behind them."""
+    announce()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
-    total = tl.zeros([B], tl.float32)
-    for slot in range(k + 1):
-        down_ptr = shared2_ptr
-        if slot < k:
-            down_ptr = w2_ptr + tl.load(ids_ptr + t * k + slot) * channels * num_inner
-        for start in range(0, num_inner, S):
-            inner = start + tl.arange(0, S)
-            x = tl.load(inner_ptr + (t * (k + 1) + slot) * num_inner + inner, mask=inner < num_inner, other=0.0)
-            x = x.to(tl.float32)[None, :]
-            place = channel[:, None] * num_inner + inner[None, :]
-            there = (channel < channels)[:, None] & (inner < num_inner)[None, :]
-            total += tl.sum(tl.load(down_ptr + place, mask=there, other=0.0).to(tl.float32) * x, axis=1)
+    inner_ptr += t * num_places * num_inner
+    product = tl.zeros([B, S], tl.float32)
+    if ONE:
+        # whatever is chosen, the shared expert runs: its weight is read while the kernel before still does
+        inner = tl.arange(0, S)
+        shared = _down_weights(shared2_ptr, channel, inner, channels, num_inner)
+        wait()
+        # unrolled, so that no expert waits for another's weights
+        for slot in tl.static_range(K):
+            expert = tl.load(ids_ptr + t * K + slot)
+            place = expert if BY_EXPERT else slot
+            x = tl.load(inner_ptr + place * num_inner + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
+            w = _down_weights(w2_ptr + expert * channels * num_inner, channel, inner, channels, num_inner)
+            product += w * x[None, :]
+        x = tl.load(inner_ptr + (num_places - 1) * num_inner + inner, mask=inner < num_inner, other=0.0)
+        product += shared * x.to(tl.float32)[None, :]
+    else:
+        wait()
+        for slot in range(K + 1):
+            down_ptr, x_ptr = shared2_ptr, inner_ptr + (num_places - 1) * num_inner
+            if slot < K:
+                expert = tl.load(ids_ptr + t * K + slot)
+                down_ptr = w2_ptr + expert * channels * num_inner
+                x_ptr = inner_ptr + (expert if BY_EXPERT else slot) * num_inner
+            for start in range(0, num_inner, S):
+                inner = start + tl.arange(0, S)
+                x = tl.load(x_ptr + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
+                product += _down_weights(down_ptr, channel, inner, channels, num_inner) * x[None, :]
+    total = tl.sum(product, axis=1)
     tl.store(y_ptr + t * channels + channel, total.to(y_ptr.dtype.element_ty), mask=channel < channels)
 
 
@@ -112,18 +141,28 @@ def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, lim
         num_warps=8,
         launch_pdl=AHEAD,
     )
-    y_TD = torch.empty_like(u_TD)
+    return down(inner, ids_TK, w2, s2)
+
+
+def down(inner_TPI: Tensor, ids_TK: Tensor, w2_EDI: Tensor, shared2_DI: Tensor) -> Tensor:
+    """Sum of the chosen experts' and the shared expert's outputs; P places are slots or experts, and the shared one."""
+    (num_rows, num_places, num_inner), channels, k = inner_TPI.shape, w2_EDI.shape[1], ids_TK.shape[1]
+    step = min(_STEP, max(32, next_power_of_2(num_inner)))
+    y_TD = torch.empty(num_rows, channels, device=inner_TPI.device, dtype=inner_TPI.dtype)
     _down[(num_rows, triton.cdiv(channels, _DOWN))](
-        inner,
+        inner_TPI,
         ids_TK,
-        w2,
-        s2,
+        w2_EDI,
+        shared2_DI,
         y_TD,
         channels,
         num_inner,
-        k,
+        num_places,
+        BY_EXPERT=num_places != k + 1,
+        K=k,
+        ONE=num_inner <= step,
         B=_DOWN,
-        S=min(_STEP, max(32, next_power_of_2(num_inner))),
+        S=step,
         num_warps=4,
         launch_pdl=AHEAD,
     )

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, announce, wait
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -42,30 +42,33 @@ def round_channels(x, P: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROU
 @triton.jit
 def _grouped_linear(
     x_ptr, w_ptr, y_ptr, num_rows, row_stride, group_stride, channels, outputs,
-    ROUNDED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+    ROUNDED: tl.constexpr, OPERAND: tl.constexpr, ONE: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
-    follow()
+    announce()
     # one program: P rows times B outputs of one group
     group = tl.program_id(2)
     row = tl.program_id(0) * P + tl.arange(0, P)
     column = tl.program_id(1) * B + tl.arange(0, B)
     num_groups = tl.num_programs(2)
-    x_ptr += group * group_stride
-    w_ptr += group.to(tl.int64) * outputs * channels
+    x_ptr += group * group_stride + row[:, None] * row_stride
+    w_ptr += group.to(tl.int64) * outputs * channels + column[:, None] * channels
+    known, wanted = (row < num_rows)[:, None], (column < outputs)[:, None]
+    channel = tl.arange(0, K)[None, :]
     total = tl.zeros([P, B], tl.float32)
-    for start in range(0, channels, K):
-        channel = start + tl.arange(0, K)
-        x = tl.load(
-            x_ptr + row[:, None] * row_stride + channel[None, :],
-            mask=(row[:, None] < num_rows) & (channel[None, :] < channels),
-            other=0.0,
-        )
-        w = tl.load(
-            w_ptr + column[:, None] * channels + channel[None, :],
-            mask=(column[:, None] < outputs) & (channel[None, :] < channels),
-            other=0.0,
-        )
+    if ONE:
+        # all of the weight is read while the kernel before still runs
+        w = tl.load(w_ptr + channel, mask=wanted & (channel < channels), other=0.0)
+        wait()
+        x = tl.load(x_ptr + channel, mask=known & (channel < channels), other=0.0)
         total = tl.dot(x.to(OPERAND), tl.trans(w.to(OPERAND)), total, input_precision="ieee")
+    else:
+        wait()
+        for start in range(0, channels, K):
+            inside = channel < channels - start
+            x = tl.load(x_ptr + start + channel, mask=known & inside, other=0.0)
+            w = tl.load(w_ptr + start + channel, mask=wanted & inside, other=0.0)
+            total = tl.dot(x.to(OPERAND), tl.trans(w.to(OPERAND)), total, input_precision="ieee")
     place = (row[:, None] * num_groups + group) * outputs + column[None, :]
     inside = (row[:, None] < num_rows) & (column[None, :] < outputs)
     total = total.to(y_ptr.dtype.element_ty)
@@ -84,10 +87,11 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     # a group of the format, where the result is rounded
     width = 32 if spec is not None else min(32, max(16, next_power_of_2(outputs)))
     grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(outputs, width), num_groups
+    step = min(_STEP, max(32, next_power_of_2(channels)))
     _grouped_linear[grid](
         x_TGI, weight_GOI, y_TGO, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
-        ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=_ROWS, B=width,
-        K=min(_STEP, max(32, next_power_of_2(channels))), num_warps=4, num_stages=2,
+        ROUNDED=spec is not None, OPERAND=operand(x_TGI), ONE=channels <= step, P=_ROWS, B=width, K=step,
+        num_warps=4, num_stages=2,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return y_TGO
@@ -99,25 +103,27 @@ def operand(x: Tensor) -> tl.dtype:
 
 
 @triton.jit
-def norm_round_row(x_ptr, gain_ptr, y_ptr, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
-    """One row; `x_ptr` and `y_ptr` stand at its beginning."""
-    channel = tl.arange(0, B)
-    inside = channel < channels
-    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+def norm_round_row(x, gain, channels, eps, dtype: tl.constexpr, ROUNDED: tl.constexpr, B: tl.constexpr):
+    """One row, float32, normed to `dtype` and rounded."""
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / channels + eps)
-    y = (x * inverse * gain).to(y_ptr.dtype.element_ty)
+    y = (x * inverse * gain).to(dtype)
     if ROUNDED:
         grouped = tl.reshape(y.to(tl.float32), (B // 32, 32))
-        y = tl.reshape(round_groups(grouped, 0), (B,)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + channel, y, mask=inside)
+        y = tl.reshape(round_groups(grouped, 0), (B,)).to(dtype)
+    return y
 
 
 @triton.jit
 def _norm_round(x_ptr, gain_ptr, y_ptr, row_stride, channels, eps, ROUNDED: tl.constexpr, B: tl.constexpr):
-    follow()
+    announce()
     row = tl.program_id(0).to(tl.int64)
-    norm_round_row(x_ptr + row * row_stride, gain_ptr, y_ptr + row * channels, channels, eps, ROUNDED, B)
+    channel = tl.arange(0, B)
+    inside = channel < channels
+    gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    wait()
+    x = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    y = norm_round_row(x, gain, channels, eps, y_ptr.dtype.element_ty, ROUNDED, B)
+    tl.store(y_ptr + row * channels + channel, y, mask=inside)
 
 
 def norm_round(x_TI: Tensor, gain_I: Tensor, eps: float, spec: FormatSpec | None) -> Tensor:

@@ -1,10 +1,12 @@
-"""Experts in MXFP4 for up to a thousand choices: rows are sorted into tiles of sixteen by expert, and each tile reads
-its expert's nibbles once.
+"""Experts in MXFP4: rows are sorted into tiles by expert, and each tile reads its expert's nibbles once.
 
-The plan (who is in which tile) is made on the device. Weights are the long side of the product and rows the short
-one, so no row is padded to more than sixteen. Even and odd channels are separate planes, as nibbles lie.
+Weights are the long side of the product and rows the short one, so a tile is as wide as its rows need. The tensor
+core takes weights from registers: a thread's 16 bytes are one group of one output, they are decoded two at a time
+and multiplied by their scale in place, and never pass shared memory as numbers. Which channel stands where in a
+product is free, so the channels of `x` are permuted once instead (`_position`), and nothing is shuffled.
 
-A choices (rows times experts a row), E experts, D channels, I inner channels, B outputs of a program.
+A choices (rows times experts a row), E experts, D channels, I inner channels, B outputs of a program, N rows of a
+tile. A step is 256 channels, a block 64 outputs.
 """
 
 from __future__ import annotations
@@ -16,144 +18,232 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cedar.kernels.experts import Packed
+from cedar.kernels.experts import Packed, Tiled
 from cedar.kernels.triton.chain import AHEAD, follow
-from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
-from cedar.kernels.triton.stored import e2m1_planes
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_experts", "unavailable"]
 
 FORWARD_ONLY = ("packed_experts",)
-_MAX_CHOICES, _MAX_EXPERTS = 1024, 512
-_ROWS, _OUTPUTS = 16, 64
+_MAX_CHOICES, _MAX_EXPERTS = 65536, 512
+_STEP = 256
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def fits(op: str, u: Tensor, codes: Tensor, ids: Tensor) -> bool:
-    """At most 1024 choices of 512 experts, whole groups of 32 channels in and out."""
-    whole = u.shape[1] % 32 == 0 and codes.shape[1] % 32 == 0
+    """At most 65,536 choices of 512 experts, whole groups of 32 channels."""
+    whole = u.shape[1] % 32 == 0
     return whole and 0 < ids.numel() <= _MAX_CHOICES and codes.shape[0] <= _MAX_EXPERTS and is_half_or_float(u)
 
 
 @triton.jit
-def _plan(
-    ids_ptr, tile_expert_ptr, member_ptr, first_ptr, num_choices, num_experts, num_tiles,
-    A: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    follow()
-    choice, expert = tl.arange(0, A), tl.arange(0, E)
-    known = choice < num_choices
-    ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-    count = tl.histogram(ids, E, mask=known)
-    tiles = (count + ROWS - 1) // ROWS
-    first = tl.cumsum(tiles, axis=0) - tiles
-    tl.store(first_ptr + expert, first)
-    # how many earlier choices fell on the same expert
-    rank = tl.zeros([A], tl.int32)
-    for start in range(0, num_choices, CHUNK):
-        earlier = start + tl.arange(0, CHUNK)
-        theirs = tl.load(ids_ptr + earlier, mask=earlier < num_choices, other=-1).to(tl.int32)
-        same = (theirs[None, :] == ids[:, None]) & (earlier[None, :] < choice[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    for tile in range(tl.max(tiles, axis=0)):
-        tl.store(tile_expert_ptr + first + tile, expert, mask=tile < tiles)
-    tl.debug_barrier()
-    place = tl.load(first_ptr + ids, mask=known, other=0) * ROWS + rank
-    tl.store(member_ptr + place, choice, mask=known)
+def _channel(position, N: tl.constexpr):
+    """The channel that stands at a position of permuted rows."""
+    lane, half = (position // 2 % 4, position // 8 % 2) if N >= 16 else (position // 4 % 4, position // 2 % 2)
+    inside = position // 32 % 4 * 8 + position % 2 * 4 + position // 16 % 2 * 2 + half
+    return position // 128 * 128 + lane * 32 + inside
 
 
 @triton.jit
-def _tile(codes_ptr, scales_ptr, output, group_start, outputs, channels, B: tl.constexpr, K: tl.constexpr):
-    """[B, K / 2] float16 planes of the weights of `output` from channel 32 * group_start on, 2**-7 of their value."""
-    byte, group = tl.arange(0, K // 2), tl.arange(0, K // 32)
-    known = output < outputs
-    code = tl.load(
-        codes_ptr + output[:, None] * (channels // 2) + group_start * 16 + byte[None, :],
-        mask=known[:, None] & (group_start * 32 + 2 * byte < channels)[None, :],
-        other=0,
-    )
-    exponent = tl.load(
-        scales_ptr + output[:, None] * (channels // 32) + group_start + group[None, :],
-        mask=known[:, None] & ((group_start + group) * 32 < channels)[None, :],
-        other=106,
-    ).to(tl.int32)
-    # float16 2 ** (exponent - 120), for scales of 2**-21 to 2**8
-    factor = (tl.minimum(tl.maximum(exponent - 105, 0), 30) << 10).to(tl.uint16).to(tl.float16, bitcast=True)
-    spread = tl.reshape(tl.broadcast_to(factor[:, :, None], (B, K // 32, 16)), (B, K // 2))
-    low, high = e2m1_planes(code)
-    return low * spread, high * spread
+def _position(channel, N: tl.constexpr):
+    """Where a channel stands in permuted rows; the inverse of `_channel`."""
+    lane, half = channel // 32 % 4, channel % 2
+    inside = lane * 2 + half * 8 if N >= 16 else lane * 4 + half * 2
+    return channel // 128 * 128 + channel // 8 % 4 * 32 + channel // 2 % 2 * 16 + channel // 4 % 2 + inside
+
+
+@triton.jit
+def _plan(
+    ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, num_choices, num_tiles, channels,
+    width,
+    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The first program sorts the choices; each other one permutes C channels of a row."""
+    follow()
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, E)
+        tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
+        for start in range(0, num_tiles * N, A):
+            place = start + tl.arange(0, A)
+            tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
+            tl.store(tile_ptr + place, -1, mask=place < num_tiles)
+        tl.debug_barrier()
+        count = tl.zeros([E], tl.int32)
+        for start in range(0, num_choices, A):
+            choice = start + tl.arange(0, A)
+            known = choice < num_choices
+            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+            count += tl.histogram(ids, E, mask=known)
+            # any order will do: a row's sum does not depend on its place in a tile
+            tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+        tiles = (count + N - 1) // N
+        first = tl.cumsum(tiles, axis=0) - tiles
+        tl.store(first_ptr + expert, first)
+        for tile in range(tl.max(tiles, axis=0)):
+            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
+        tl.debug_barrier()
+        for start in range(0, num_choices, A):
+            choice = start + tl.arange(0, A)
+            known = choice < num_choices
+            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+            rank = tl.load(rank_ptr + choice, mask=known, other=0)
+            place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
+            tl.store(member_ptr + place, choice, mask=known)
+    else:
+        piece = tl.program_id(0) - 1
+        pieces = tl.cdiv(width, C)
+        row = (piece // pieces).to(tl.int64)
+        position = piece % pieces * C + tl.arange(0, C)
+        channel = _channel(position, N)
+        x = tl.load(u_ptr + row * channels + channel, mask=channel < channels, other=0.0)
+        tl.store(x_ptr + row * width + position, x.to(tl.float16), mask=position < width)
+
+
+@triton.jit
+def _pair(word, factor):
+    """Words of two float16 times words of two float16: [..., 2] float16."""
+    if not _INTERPRETED:
+        word = tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [word, factor], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    low = word.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    if _INTERPRETED:
+        scale = factor.to(tl.uint16).to(tl.float16, bitcast=True)
+        low, high = low * scale, high * scale
+    return tl.join(low, high)
+
+
+@triton.jit
+def _decode(word, factor, TILED: tl.constexpr):
+    """[..., 2, 2, 2] float16 of words of eight E2M1 codes: (halves of a word, odd or even pair, first or last two)."""
+    # sign and the three bits of a code where float16 has its sign and its lowest exponent bits: 2**-14 of the value
+    M: tl.constexpr = 0x8E008E00
+    if TILED:
+        a, b, c, d = word, word << 3, (word << 6) ^ (word << 1), (word << 9) ^ (word << 2)
+        a, b, c, d = a & M, b & M, c & M, d & M
+    else:
+        a, b, c, d = word << 12, word << 8, word << 4, word
+        S: tl.constexpr = 0x80008000
+        V: tl.constexpr = 0x0E000E00
+        a, b, c, d = a & S | a >> 3 & V, b & S | b >> 3 & V, c & S | c >> 3 & V, d & S | d >> 3 & V
+    first = tl.join(_pair(a, factor), _pair(b, factor))
+    return tl.join(first, tl.join(_pair(c, factor), _pair(d, factor)))
+
+
+@triton.jit
+def _scale_byte(scales_ptr, row, group, outputs, groups):
+    exponent = tl.load(scales_ptr + row * groups + group, mask=(row < outputs) & (group < groups), other=0)
+    return tl.minimum(tl.maximum(exponent.to(tl.int32) - 105, 0), 30).to(tl.uint32) << 2
+
+
+@triton.jit
+def _weights(
+    codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr
+):
+    """[B, 256] float16, 2**-7 of the weights of a block's outputs in a step's channels, permuted."""
+    # (half of the step, half of sixteen outputs, lane, word); a lane is (sixteen of B, output of eight, group of four)
+    place = tl.arange(0, B * 32)
+    lane = tl.arange(0, B * 2)
+    if TILED:
+        start = (block * (B // 64) + place // 512 % (B // 64)) * steps + step
+        word = tl.load(codes_ptr + start * 2048 + place // (B * 8) * 512 + place % 512).to(tl.uint32, bitcast=True)
+        scale = tl.load(scales_ptr + ((block * (B // 64) + lane // 128) * steps + step) * 128 + lane % 128)
+        scale = scale.to(tl.uint32, bitcast=True)
+        f00, f01, f10, f11 = scale & 0xFF, (scale >> 8) & 0xFF, (scale >> 16) & 0xFF, scale >> 24
+    else:
+        row = block * B + place // 128 % (B // 16) * 16 + place // (B * 8) % 2 * 8 + place // 16 % 8
+        group = step * 8 + place // (B * 16) * 4 + place // 4 % 4
+        inside = (row < outputs) & (group * 32 < channels)
+        words = codes_ptr.to(tl.pointer_type(tl.uint32))
+        word = tl.load(words + row * (channels // 8) + group * 4 + place % 4, mask=inside, other=0)
+        row, group = block * B + lane // 32 * 16 + lane // 4 % 8, step * 8 + lane % 4
+        f00 = _scale_byte(scales_ptr, row, group, outputs, channels // 32)
+        f01 = _scale_byte(scales_ptr, row + 8, group, outputs, channels // 32)
+        f10 = _scale_byte(scales_ptr, row, group + 4, outputs, channels // 32)
+        f11 = _scale_byte(scales_ptr, row + 8, group + 4, outputs, channels // 32)
+    # the upper byte of float16 2 ** (exponent - 120), in both halves
+    factor = tl.join(tl.join(f00, f10), tl.join(f01, f11)) * 0x01000100
+    factor = tl.broadcast_to(tl.reshape(tl.permute(factor, (1, 2, 0)), (2, 2, B * 2, 1)), (2, 2, B * 2, 4))
+    w = _decode(tl.reshape(word, (2, 2, B * 2, 4)), factor, TILED)
+    w = tl.reshape(w, (2, 2, B // 16, 8, 4, 4, 2, 2, 2))
+    # the tensor core of wide tiles takes two channels in a row from a thread, that of narrow ones four
+    w = tl.permute(w, (2, 1, 3, 0, 5, 8, 7, 4, 6) if N >= 16 else (2, 1, 3, 0, 5, 8, 4, 7, 6))
+    return tl.reshape(w, (B, 256))
 
 
 @triton.jit
 def _up(
-    u_ptr, weights_ptr, tile_expert_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
-    channels, num_inner, k, limit, ROUNDED: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+    x_ptr, weights_ptr, tile_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
+    channels, steps, num_inner, inner_width, words, bytes_, k, limit,
+    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     follow()
-    expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
+    expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member = tl.load(member_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS))
+        block = tl.program_id(0)
+        member = tl.load(member_ptr + tl.program_id(1) * N + tl.arange(0, N))
         there = member >= 0
-        row = tl.where(there, member, 0) // k
-        inner = tl.program_id(0) * B + tl.arange(0, B)
-        codes, scales = expert * num_inner * (channels // 2), expert * num_inner * (channels // 32)
-        gate = tl.zeros([B, ROWS], tl.float32)
-        up = tl.zeros([B, ROWS], tl.float32)
-        pair = tl.arange(0, K // 2)
-        for start in range(0, channels, K):
-            inside = there[None, :] & (start + 2 * pair < channels)[:, None]
-            place = u_ptr + row[None, :] * channels + start + 2 * pair[:, None]
-            even = tl.load(place, mask=inside, other=0.0).to(tl.float16)
-            odd = tl.load(place + 1, mask=inside, other=0.0).to(tl.float16)
-            low, high = _tile(codes1_ptr + codes, scales1_ptr + scales, inner, start // 32, num_inner, channels, B, K)
-            gate = tl.dot(high, odd, tl.dot(low, even, gate))
-            low, high = _tile(codes3_ptr + codes, scales3_ptr + scales, inner, start // 32, num_inner, channels, B, K)
-            up = tl.dot(high, odd, tl.dot(low, even, up))
-        dtype: tl.constexpr = inner_ptr.dtype.element_ty
-        gate = tl.minimum((gate * 128.0).to(dtype).to(tl.float32), limit)
-        up = tl.minimum(tl.maximum((up * 128.0).to(dtype).to(tl.float32), -limit), limit)
+        codes1_ptr += expert * words
+        codes3_ptr += expert * words
+        scales1_ptr += expert * bytes_
+        scales3_ptr += expert * bytes_
+        row = (tl.where(there, member, 0) // k).to(tl.int64)
+        x_place = x_ptr + row[:, None] * (steps * 256) + tl.arange(0, 256)[None, :]
+        gate = tl.zeros([B, N], tl.float32)
+        up = tl.zeros([B, N], tl.float32)
+        for step in range(steps):
+            x = tl.trans(tl.load(x_place + step * 256, mask=there[:, None], other=0.0))
+            w1 = _weights(codes1_ptr, scales1_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+            gate = tl.dot(w1, x, gate)
+            w3 = _weights(codes3_ptr, scales3_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+            up = tl.dot(w3, x, up)
+        gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
+        up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
         weight = tl.load(weights_ptr + tl.where(there, member, 0), mask=there, other=0.0)
-        y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(dtype).to(tl.float32))
+        y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(DTYPE).to(tl.float32))
         if ROUNDED:
-            y = round_channels(y, ROWS, B, 0, 32)
-        out = inner_ptr + member[:, None].to(tl.int64) * num_inner + inner[None, :]
-        tl.store(out, y.to(dtype), mask=there[:, None] & (inner < num_inner)[None, :])
+            y = round_channels(y, N, B, 0, 32)
+        position = _position(block * B + tl.arange(0, B), N)
+        out = inner_ptr + member[:, None].to(tl.int64) * inner_width + position[None, :]
+        tl.store(out, y.to(tl.float16), mask=there[:, None] & (position < inner_width)[None, :])
 
 
 @triton.jit
 def _down(
-    inner_ptr, tile_expert_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, channels, num_inner,
-    B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+    inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, channels, num_inner, steps, words, bytes_,
+    TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     follow()
-    expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
+    expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member = tl.load(member_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        block = tl.program_id(0)
+        member = tl.load(member_ptr + tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
         there = member >= 0
-        channel = tl.program_id(0) * B + tl.arange(0, B)
-        total = tl.zeros([B, ROWS], tl.float32)
-        pair = tl.arange(0, K // 2)
-        codes_ptr += expert * channels * (num_inner // 2)
-        scales_ptr += expert * channels * (num_inner // 32)
-        for start in range(0, num_inner, K):
-            inside = there[None, :] & (start + 2 * pair < num_inner)[:, None]
-            place = inner_ptr + tl.where(there, member, 0)[None, :] * num_inner + start + 2 * pair[:, None]
-            even = tl.load(place, mask=inside, other=0.0).to(tl.float16)
-            odd = tl.load(place + 1, mask=inside, other=0.0).to(tl.float16)
-            low, high = _tile(codes_ptr, scales_ptr, channel, start // 32, channels, num_inner, B, K)
-            total = tl.dot(high, odd, tl.dot(low, even, total))
+        codes_ptr += expert * words
+        scales_ptr += expert * bytes_
+        x_place = inner_ptr + tl.where(there, member, 0)[:, None] * (steps * 256) + tl.arange(0, 256)[None, :]
+        total = tl.zeros([B, N], tl.float32)
+        for step in range(steps):
+            x = tl.trans(tl.load(x_place + step * 256, mask=there[:, None], other=0.0))
+            w = _weights(codes_ptr, scales_ptr, block, step, steps, channels, num_inner, B, N, TILED)
+            total = tl.dot(w, x, total)
+        channel = block * B + tl.arange(0, B)
         out = out_ptr + member[:, None] * channels + channel[None, :]
-        tl.store(out, tl.trans(total * 128.0), mask=there[:, None] & (channel < channels)[None, :])
+        y = tl.trans(total * 128.0).to(out_ptr.dtype.element_ty)
+        tl.store(out, y, mask=there[:, None] & (channel < channels)[None, :])
 
 
 @triton.jit
-def _add_choices(choice_ptr, y_ptr, channels, k, B: tl.constexpr):
+def _add_choices(choice_ptr, y_ptr, channels, K: tl.constexpr, B: tl.constexpr):
     follow()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
-    for slot in range(k):
-        total += tl.load(choice_ptr + (t * k + slot) * channels + channel, mask=channel < channels, other=0.0)
+    for slot in tl.static_range(K):
+        one = tl.load(choice_ptr + (t * K + slot) * channels + channel, mask=channel < channels, other=0.0)
+        total += one.to(tl.float32)
     tl.store(y_ptr + t * channels + channel, total, mask=channel < channels)
 
 
@@ -161,39 +251,53 @@ def packed_experts(
     u_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    w1: Packed,
-    w3: Packed,
-    w2: Packed,
+    w1: Packed | Tiled,
+    w3: Packed | Tiled,
+    w2: Packed | Tiled,
     limit: float,
     round_inner: bool,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:
     (num_rows, channels), k = u_TD.shape, ids_TK.shape[1]
-    num_experts, num_inner = w1.codes.shape[:2]
+    tiled = isinstance(w1, Tiled)
+    num_experts = w1.codes.shape[0]
+    num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     num_choices = num_rows * k
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
+    c = {"N": 16, "up": (64, 3), "down": (64, 4), **(config or {})}
+    rows = c["N"]
     # no more tiles than these, however the rows choose
-    num_tiles = min(num_choices, num_experts) + num_choices // _ROWS
-    new: dict[str, Any] = {"device": u_TD.device, "dtype": torch.int32}
-    plan = torch.full((num_tiles * (1 + _ROWS),), -1, **new)
-    tile_expert, member = plan[:num_tiles], plan[num_tiles:]
+    num_tiles = min(num_choices, num_experts) + num_choices // rows
     experts = next_power_of_2(num_experts)
-    _plan[(1,)](
-        ids_TK, tile_expert, member, torch.empty(experts, **new), num_choices, num_experts, num_tiles,
-        A=next_power_of_2(num_choices), E=experts, ROWS=_ROWS, CHUNK=16, num_warps=8,
+    steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
+    new: dict[str, Any] = {"device": u_TD.device}
+    # each part aligned, so that one compiled kernel serves all sizes
+    parts = [experts, experts] + [-(-n // 16) * 16 for n in (num_choices, num_tiles, num_tiles * rows)]
+    count, first, rank, tile, member = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
+    x = torch.empty(num_rows, steps * _STEP, dtype=torch.float16, **new)
+    chunk = max(16, min(1024, next_power_of_2(num_choices)))
+    _plan[(1 + num_rows * triton.cdiv(steps * _STEP, 1024),)](
+        ids_TK, u_TD, x, count, first, rank, tile, member, num_choices, num_tiles, channels, steps * _STEP,
+        A=chunk, E=experts, N=rows, C=1024, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
+    )  # fmt: skip
+    # what no block writes must not be NaN: its weights are zeros
+    padded = num_inner % _STEP
+    inner = (torch.zeros if padded else torch.empty)(num_choices, inner_steps * _STEP, dtype=torch.float16, **new)
+    dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
+    block, stages = c["up"]
+    _up[(triton.cdiv(num_inner, block), num_tiles)](
+        x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, channels, steps, num_inner, inner.shape[1],
+        w1.codes[0].numel(), w1.scales[0].numel(), k, limit,
+        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=block, N=rows, num_warps=block // 16, num_stages=stages,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    inner = torch.empty(num_choices, num_inner, device=u_TD.device, dtype=u_TD.dtype)
-    _up[(triton.cdiv(num_inner, _OUTPUTS), num_tiles)](
-        u_TD, weights_TK, tile_expert, member, *w1, *w3, inner, channels, num_inner, k, limit,
-        ROUNDED=round_inner, B=_OUTPUTS, ROWS=_ROWS, K=128, num_warps=4, num_stages=3,
-        launch_pdl=AHEAD,
+    choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
+    block, stages = c["down"]
+    _down[(triton.cdiv(channels, block), num_tiles)](
+        inner, tile, member, *w2[:2], choice, channels, num_inner, inner_steps,
+        w2.codes[0].numel(), w2.scales[0].numel(),
+        TILED=tiled, B=block, N=rows, num_warps=block // 16, num_stages=stages, launch_pdl=AHEAD,
     )  # fmt: skip
-    choice = torch.empty(num_choices, channels, device=u_TD.device, dtype=torch.float32)
-    _down[(triton.cdiv(channels, _OUTPUTS), num_tiles)](
-        inner, tile_expert, member, *w2, choice, channels, num_inner, B=_OUTPUTS, ROWS=_ROWS, K=128, num_warps=4,
-        num_stages=3,
-        launch_pdl=AHEAD,
-    )  # fmt: skip
-    y_TD = torch.empty(num_rows, channels, device=u_TD.device, dtype=torch.float32)
-    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, k, B=1024, launch_pdl=AHEAD)
+    y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
+    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
     return y_TD

@@ -19,6 +19,7 @@ from cedar.kernels.pages import Paged, Stored
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.stored import e2m1_planes, e4m3_half, e4m3_value, e8m0_half, e8m0_value
+from cedar.kernels.triton.wide_attention import _attend_wide
 
 __all__ = ["FORWARD_ONLY", "fits", "paged_attention", "unavailable"]
 
@@ -175,33 +176,34 @@ def _attend(
 @triton.jit
 def _join(
     partial_ptr, peak_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, num_heads, num_angles, shares,
-    C: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     follow()
     HALF: tl.constexpr = C // 2
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = tl.arange(0, HALF)
+    share, pair = tl.arange(0, S), tl.arange(0, HALF)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # all shares at once: one wait for memory
+    base = (t * shares + share) * num_heads + head
+    there = share < shares
+    peak_S = tl.load(peak_ptr + 2 * base, mask=there, other=-1e30)
+    total_S = tl.load(peak_ptr + 2 * base + 1, mask=there, other=0.0)
+    place = partial_ptr + base[:, None] * C + pair[None, :]
+    even_SP = tl.load(place, mask=there[:, None], other=0.0)
+    odd_SP = tl.load(place + HALF, mask=there[:, None], other=0.0)
     sink = tl.load(sink_ptr + head) * 1.4426950408889634
-    peak = sink
-    for share in range(shares):
-        peak = tl.maximum(peak, tl.load(peak_ptr + 2 * ((t * shares + share) * num_heads + head)))
-    total = tl.exp2(sink - peak)
-    even = tl.zeros([HALF], tl.float32)
-    odd = tl.zeros([HALF], tl.float32)
-    for share in range(shares):
-        base = (t * shares + share) * num_heads + head
-        shrink = tl.exp2(tl.load(peak_ptr + 2 * base) - peak)
-        total += shrink * tl.load(peak_ptr + 2 * base + 1)
-        even += shrink * tl.load(partial_ptr + base * C + pair)
-        odd += shrink * tl.load(partial_ptr + base * C + HALF + pair)
     turned = pair - (HALF - num_angles)
     cos = tl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0)
     sin = tl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0)
-    even_out, odd_out = _turned_back(even / total, odd / total, cos, sin, dtype)
-    place = out_ptr + (t * num_heads + head) * C + 2 * pair
-    tl.store(place, even_out)
-    tl.store(place + 1, odd_out)
+    peak = tl.maximum(tl.max(peak_S, axis=0), sink)
+    shrink_S = tl.exp2(peak_S - peak)
+    whole = 1.0 / (tl.sum(shrink_S * total_S, axis=0) + tl.exp2(sink - peak))
+    even = tl.sum(shrink_S[:, None] * even_SP, axis=0) * whole
+    odd = tl.sum(shrink_S[:, None] * odd_SP, axis=0) * whole
+    even_out, odd_out = _turned_back(even, odd, cos, sin, dtype)
+    out = out_ptr + (t * num_heads + head) * C + 2 * pair
+    tl.store(out, even_out)
+    tl.store(out + 1, odd_out)
 
 
 def paged_attention(
@@ -218,6 +220,8 @@ def paged_attention(
     num_window: int,
     *,
     shares: int | None = None,
+    tile: int | None = None,
+    wide: bool | None = None,
 ) -> Tensor:
     """As the public op; `shares` of a row's keys run side by side, as many as fill the chip if None."""
     num_rows, num_heads, channels = query_THC.shape
@@ -226,7 +230,9 @@ def paged_attention(
         return output_THC
     exact = query_THC.dtype == torch.float32
     num_selected = 0 if selection_TK is None else selection_TK.shape[1]
-    tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
+    wide = (AHEAD and not exact and channels == 512) if wide is None else wide
+    if tile is None:
+        tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
     num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
     # two tiles are not worth a second kernel
     shares = shares or (1 if num_tiles <= 2 else max(1, min(num_tiles, _PROGRAMS // num_rows)))
@@ -239,19 +245,34 @@ def paged_attention(
     partial = torch.empty(num_rows * shares * num_heads * channels if shares > 1 else 1, **new)
     peak = torch.empty(num_rows * shares * num_heads * 2 if shares > 1 else 1, **new)
     codes, scales = window.codes_PNX, window.scales_PNG
-    _attend[(num_rows, shares)](
-        query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
-        codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
-        stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
-        stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
-        page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
-        query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
-        channels**-0.5 * 1.4426950408889634,
-        RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
-        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, ALONE=shares == 1, EXACT=exact,
-        num_warps=8 if channels >= 256 else 4, num_stages=1,
-        launch_pdl=AHEAD,
-    )  # fmt: skip
+    if wide:
+        _attend_wide[(num_rows, shares)](
+            query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
+            codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
+            stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
+            stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
+            page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
+            query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
+            channels**-0.5 * 1.4426950408889634,
+            RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
+            TILES=max(1, next_power_of_2(triton.cdiv(num_selected, tile))),
+            H=64, C=channels, J=tile, ALONE=shares == 1,
+            num_warps=8, launch_pdl=AHEAD,
+        )  # fmt: skip
+    else:
+        _attend[(num_rows, shares)](
+            query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
+            codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
+            stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
+            stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
+            page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
+            query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
+            channels**-0.5 * 1.4426950408889634,
+            RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
+            H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, ALONE=shares == 1, EXACT=exact,
+            num_warps=8 if channels >= 256 else 4, num_stages=1,
+            launch_pdl=AHEAD,
+        )  # fmt: skip
     if shares > 1:
         _join[(num_rows, num_heads)](
             partial,
@@ -264,6 +285,7 @@ def paged_attention(
             cos_TR.shape[-1],
             shares,
             C=channels,
+            S=next_power_of_2(shares),
             launch_pdl=AHEAD,
         )
     return output_THC

@@ -14,13 +14,19 @@ from torch import Tensor
 
 from cedar.kernels.pages import Paged
 from cedar.kernels.triton.chain import AHEAD, follow
-from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.quantize import ceil_power_of_two, round_to_grid
-from cedar.kernels.triton.stored import e2m1_planes, e8m0_value
+from cedar.kernels.triton.stored import e4m3_value, e8m0_value
 
 __all__ = ["FORWARD_ONLY", "fits", "paged_index_scores", "paged_pool_scores", "unavailable"]
 
 FORWARD_ONLY = ("paged_index_scores", "paged_pool_scores")
+# inline instructions and E4M3 products need a GPU: the interpreter does the same in float32
+_INTERPRETED = tl.constexpr(INTERPRETED)
+# three for each multiprocessor of an H200, twice over for rows of different lengths
+_PROGRAMS = 792
+_STAGES = 3
+_TILE = 128
 
 
 def fits(op: str, query: Tensor) -> bool:
@@ -31,76 +37,152 @@ def fits(op: str, query: Tensor) -> bool:
 
 
 @triton.jit
+def _e4m3_planes(byte):
+    """uint8 of two E2M1 codes -> E4M3 codes (even, odd), each 2**-6 of its value, exactly; four bytes at a time."""
+    if _INTERPRETED:
+        return ((byte & 7) << 2) | ((byte & 8) << 4), ((byte >> 2) & 0x1C) | (byte & 0x80)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shl.b32 a, $2, 2;
+            and.b32 a, a, 0x1C1C1C1C;
+            shl.b32 b, $2, 4;
+            lop3.b32 $0, a, b, 0x80808080, 0xF8;
+            shr.b32 a, $2, 2;
+            and.b32 a, a, 0x1C1C1C1C;
+            lop3.b32 $1, a, $2, 0x80808080, 0xF8;
+            }""",
+            "=r,=r,r", [byte], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _e4m3(code):
+    """uint8 codes as operands of a product."""
+    if _INTERPRETED:
+        return e4m3_value(code)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _group_of(planes, g: tl.constexpr, GROUPS: tl.constexpr):
+    """Group g of [H, 32, GROUPS], its channels down: [32, H]."""
+    if GROUPS == 1:
+        return tl.trans(tl.reshape(planes, (planes.shape[0], 32)))
+    else:
+        even, odd = tl.split(tl.reshape(planes, (planes.shape[0], 32, GROUPS // 2, 2)))
+        return _group_of(odd if g % 2 else even, g // 2, GROUPS // 2)
+
+
+@triton.jit
+def _inverse(power):
+    """Of powers of two from 2**-126 to 2**126, exactly."""
+    return ((254 << 23) - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _turned_query(
+    query_ptr, cos_ptr, sin_ptr, weight_ptr, num_heads, num_angles, H: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """(a row's query as E4M3 [H, 32, groups], even channels of a group before its odd ones, the heads' weights).
+
+    The head's largest step goes to its weight; E4M3 holds what is left of a group exactly if its step is at most
+    2**14 smaller, and what it rounds beyond that is less than 2**-17 of the head's largest.
+    """
+    HALF: tl.constexpr = C // 2
+    GROUPS: tl.constexpr = C // 32
+    head, pair = tl.arange(0, H), tl.arange(0, HALF)
+    known = (head < num_heads)[:, None]
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    place = query_ptr + head[:, None] * C + tl.arange(0, C)[None, :]
+    query = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(query, (H, HALF, 2)))
+    turned = pair - (HALF - num_angles)
+    cos = tl.load(cos_ptr + turned, mask=turned >= 0, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + turned, mask=turned >= 0, other=0.0)[None, :]
+    query = tl.join((even * cos - odd * sin).to(dtype), (even * sin + odd * cos).to(dtype)).to(tl.float32)
+    # [H, groups, 16, 2] -> [H, 2, 16, groups]
+    query = tl.reshape(tl.permute(tl.reshape(query, (H, GROUPS, 16, 2)), (0, 3, 2, 1)), (H, 32, GROUPS))
+    # round to E2M1 in groups of 32 channels
+    step = ceil_power_of_two(tl.maximum(tl.max(tl.abs(query), axis=1), 6.0 * 2.0**-126) * (1.0 / 6.0))
+    rounded = round_to_grid(query * _inverse(step)[:, None, :], 127 << 23, 1.5 * 2**22)
+    largest = tl.max(step, axis=1)
+    code = rounded * (step * _inverse(largest)[:, None] * 64.0)[:, None, :]
+    if not _INTERPRETED:
+        code = code.to(tl.float8e4nv)
+    weight = tl.load(weight_ptr + head, mask=head < num_heads, other=0.0).to(tl.float32)
+    return code, weight * largest
+
+
+@triton.jit
 def _scores(
     query_ptr, cos_ptr, sin_ptr, weight_ptr, codes_ptr, scales_ptr, page_ptr, slot_ptr, visible_ptr, block_ptr, out_ptr,
     code_page, code_row, scale_page, scale_row, page_stride, query_stride, weight_stride,
     num_heads, num_angles, num_columns, num_blocks,
-    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
-    H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
+    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr, ALIGNED: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     follow()
-    HALF: tl.constexpr = C // 2
     GROUPS: tl.constexpr = C // 32
     t = tl.program_id(1).to(tl.int64)
-    head, pair = tl.arange(0, H), tl.arange(0, HALF)
-    known = (head < num_heads)[:, None]
     slot, visible = tl.load(slot_ptr + t), tl.load(visible_ptr + t)
-    dtype: tl.constexpr = query_ptr.dtype.element_ty
-
-    place = query_ptr + t * query_stride + head[:, None] * C + 2 * pair[None, :]
-    even = tl.load(place, mask=known, other=0.0).to(tl.float32)
-    odd = tl.load(place + 1, mask=known, other=0.0).to(tl.float32)
-    turned = pair - (HALF - num_angles)
-    cos = tl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0)[None, :]
-    query_even = (even * cos - odd * sin).to(dtype).to(tl.float32)
-    query_odd = (even * sin + odd * cos).to(dtype).to(tl.float32)
-    # round to E2M1 in groups of 32 channels, 16 pairs
-    grouped_even, grouped_odd = tl.reshape(query_even, (H, GROUPS, 16)), tl.reshape(query_odd, (H, GROUPS, 16))
-    amax = tl.maximum(tl.max(tl.abs(grouped_even), axis=2), tl.max(tl.abs(grouped_odd), axis=2))
-    step = ceil_power_of_two(tl.maximum(amax, 6.0 * 2.0**-126) * (1.0 / 6.0))[:, :, None]
-    rounded_even = round_to_grid(tl.div_rn(grouped_even, step), 127 << 23, 1.5 * 2**22)
-    rounded_odd = round_to_grid(tl.div_rn(grouped_odd, step), 127 << 23, 1.5 * 2**22)
-    # the head's largest step goes to its weight, so that float16 holds what is left whatever the query's size
-    largest = tl.max(step, axis=1)
-    relative = step / largest[:, :, None]
-    query_even = tl.reshape(rounded_even * relative, (H, HALF)).to(tl.float16)
-    query_odd = tl.reshape(rounded_odd * relative, (H, HALF)).to(tl.float16)
-    weight = tl.load(weight_ptr + t * weight_stride + head, mask=head < num_heads, other=0.0).to(tl.float32)
-    weight = weight * tl.reshape(largest, (H,))
-
-    group = tl.arange(0, GROUPS)
-    for tile in range(TILES):
-        column = (tl.program_id(0) * TILES + tile) * J + tl.arange(0, J)
-        inside = column < num_columns
+    query, weight = _turned_query(
+        query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles,
+        weight_ptr + t * weight_stride,
+        num_heads, num_angles, H, C,
+    )  # fmt: skip
+    page_ptr += slot * page_stride
+    out_ptr += t * num_columns
+    within, byte = tl.arange(0, J), tl.arange(0, 16)
+    # this program's share of the tiles that have something to see, then of the others
+    num_tiles = tl.cdiv(num_columns, J)
+    num_seen = num_tiles
+    if not POOLED:
+        num_seen = tl.minimum(num_tiles, tl.cdiv(visible, J)).to(tl.int32)
+    share = tl.cdiv(num_seen, tl.num_programs(0))
+    start = tl.program_id(0) * share
+    for tile in tl.range(start, tl.minimum(start + share, num_seen), num_stages=STAGES):
+        column = tile * J + within
         if POOLED:
+            inside = column < num_columns
             block = tl.load(block_ptr + t * num_blocks + column // BLOCK, mask=inside, other=-1)
             entry = block * BLOCK + column % BLOCK
             there = inside & (block >= 0) & (entry < visible)
         else:
-            entry = column.to(tl.int64)
-            there = inside & (entry < visible)
-        entry = tl.where(there, entry, 0)
-        page = tl.load(page_ptr + slot * page_stride + entry // PER_PAGE, mask=there, other=0)
-        row = entry % PER_PAGE
-        byte = tl.load(
-            codes_ptr + page[:, None] * code_page + row[:, None] * code_row + pair[None, :],
-            mask=there[:, None],
-            other=0,
-        )
-        exponent = tl.load(
-            scales_ptr + page[:, None] * scale_page + row[:, None] * scale_row + group[None, :],
-            mask=there[:, None],
-            other=127,
-        ).to(tl.int32)
-        highest = tl.max(exponent, axis=1)
-        share = e8m0_value(tl.maximum(exponent - highest[:, None] + 127, 0)) * 16384.0
-        half = tl.reshape(tl.broadcast_to(share.to(tl.float16)[:, :, None], (J, GROUPS, 16)), (J, HALF))
-        low, high = e2m1_planes(byte)
-        dot = tl.dot(low * half, tl.trans(query_even))
-        dot = tl.dot(high * half, tl.trans(query_odd), dot)
-        score = tl.sum(tl.maximum(dot, 0.0) * weight[None, :], axis=1) * e8m0_value(highest)
-        tl.store(out_ptr + t * num_columns + column, tl.where(there, score, float("-inf")), mask=inside)
+            entry = column
+            there = column < visible
+        if POOLED or PER_PAGE % J != 0:
+            entry = tl.where(there, entry, 0).to(tl.int32)
+            page = tl.load(page_ptr + entry // PER_PAGE)
+            row = entry % PER_PAGE
+        else:
+            # the whole tile lies on one page
+            page = tl.load(page_ptr + tile * J // PER_PAGE)
+            row = tile * J % PER_PAGE + within
+        code_row_ptr = codes_ptr + page * code_page + row * code_row
+        scale_row_ptr = scales_ptr + page * scale_page + row * scale_row
+        if ALIGNED:
+            scales = tl.load(scale_row_ptr.to(tl.pointer_type(tl.int32)))
+        total = tl.zeros([J, H], tl.float32)
+        for g in tl.static_range(GROUPS):
+            low, high = _e4m3_planes(tl.load(code_row_ptr[:, None] + (16 * g + byte)[None, :]))
+            key = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (J, 32))
+            # a group's products are exact: 13 bits hold their sum
+            dot = tl.dot(_e4m3(key), _group_of(query, g, GROUPS))
+            if ALIGNED:
+                scale = (scales >> (8 * g)) & 255
+            else:
+                scale = tl.load(scale_row_ptr + g).to(tl.int32)
+            total += dot * e8m0_value(scale)[:, None]
+        score = tl.sum(tl.maximum(total, 0.0) * weight[None, :], axis=1)
+        tl.store(out_ptr + column, tl.where(there, score, float("-inf")), mask=column < num_columns)
+    share = tl.cdiv(num_tiles - num_seen, tl.num_programs(0))
+    start = num_seen + tl.program_id(0) * share
+    for tile in range(start, tl.minimum(start + share, num_tiles)):
+        column = tile * J + within
+        tl.store(out_ptr + column, tl.full([J], float("-inf"), tl.float32), mask=column < num_columns)
 
 
 def _run(
@@ -111,21 +193,20 @@ def _run(
     score_TE = torch.empty(num_rows, num_columns, device=query_THI.device, dtype=torch.float32)
     if score_TE.numel() == 0:
         return score_TE
-    stored = keys.stored
-    tile = min(128, max(16, next_power_of_2(num_columns)))
-    # a program turns and rounds its query once for some tiles
-    tiles = max(1, min(8, triton.cdiv(num_columns, tile) * num_rows // 1024))
-    _scores[(triton.cdiv(num_columns, tile * tiles), num_rows)](
-        query_THI, cos_TR, sin_TR, weight_TH, stored.codes_PNX, stored.scales_PNG, keys.page_SP, keys.slot_T, visible_T,
+    codes, scales = keys.stored.codes_PNX, keys.stored.scales_PNG
+    tile = _TILE if codes.shape[1] % _TILE == 0 else 64
+    programs = min(triton.cdiv(num_columns, tile), triton.cdiv(_PROGRAMS, num_rows))
+    # a row's four scales in one word
+    aligned = channels == 128 and all(x % 4 == 0 for x in (scales.data_ptr(), scales.stride(0), scales.stride(1)))
+    _scores[(programs, num_rows)](
+        query_THI, cos_TR, sin_TR, weight_TH, codes, scales, keys.page_SP, keys.slot_T, visible_T,
         visible_T if block_TN is None else block_TN.contiguous(), score_TE,
-        stored.codes_PNX.stride(0), stored.codes_PNX.stride(1), stored.scales_PNG.stride(0),
-        stored.scales_PNG.stride(1), keys.page_SP.stride(0), query_THI.stride(0),
-        weight_TH.stride(0), num_heads, cos_TR.shape[-1], num_columns,
+        codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), keys.page_SP.stride(0),
+        query_THI.stride(0), weight_TH.stride(0), num_heads, cos_TR.shape[-1], num_columns,
         0 if block_TN is None else block_TN.shape[1],
-        PER_PAGE=stored.codes_PNX.shape[1], BLOCK=block_size, POOLED=block_TN is not None,
-        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, TILES=tiles,
-        num_warps=4, num_stages=2,
-        launch_pdl=AHEAD,
+        PER_PAGE=codes.shape[1], BLOCK=block_size, POOLED=block_TN is not None, ALIGNED=aligned,
+        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, STAGES=_STAGES,
+        num_warps=4, launch_pdl=AHEAD,
     )  # fmt: skip
     return score_TE
 

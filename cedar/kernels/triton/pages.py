@@ -5,6 +5,8 @@ T rows, C channels, G groups of a row, S channels of a group.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,19 +14,25 @@ from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
 from cedar.kernels.pages import Stored
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import norm_round_row
 from cedar.kernels.triton.quantize import ceil_power_of_two, round_to_grid
 
-__all__ = ["FORWARD_ONLY", "fits", "split_latent", "store_normed", "store_rows", "unavailable"]
+__all__ = ["FORWARD_ONLY", "fits", "split_latent", "split_projected", "store_normed", "store_rows", "unavailable"]
 
-FORWARD_ONLY = ("store_rows", "store_normed", "split_latent")
+FORWARD_ONLY = ("store_rows", "store_normed", "split_latent", "split_projected")
+# outputs of a program that reads its weights ahead, for each row anew
+_OUTPUTS, _MOST_PROJECTED, _MOST_LATENT = 32, 4, 256
 _KIND = {FP8: 0, FP4_MAIN: 1, FP4_INDEX: 2}
 
 
-def fits(op: str, rows: Tensor) -> bool:
-    """bfloat16 or float32 rows, their channels side by side."""
+def fits(op: str, rows: Tensor, *others: Tensor) -> bool:
+    """bfloat16 or float32 rows, their channels side by side; with a linear behind it, few and narrow ones."""
+    if op == "split_projected" and (
+        rows.shape[0] > _MOST_PROJECTED or others[0].shape[1] > _MOST_LATENT or others[0].dtype != rows.dtype
+    ):
+        return False
     return is_half_or_float(rows) and rows.numel() > 0 and rows.stride(-1) == 1 and rows.shape[-1] <= 4096
 
 
@@ -140,22 +148,37 @@ def _store_normed(
 
 @triton.jit
 def _split_latent(
-    x_ptr, query_gain_ptr, query_ptr, gain_ptr, cos_ptr, sin_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr,
-    row_stride, num_latent, channels, num_angles, query_eps, eps, code_page, code_row, scale_page, scale_row,
-    ROUNDED: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    x_ptr, query_gain_ptr, weight_ptr, query_ptr, gain_ptr, cos_ptr, sin_ptr, page_ptr, row_ptr, present_ptr,
+    codes_ptr, scales_ptr, row_stride, num_latent, outputs, channels, num_angles, query_eps, eps,
+    code_page, code_row, scale_page, scale_row,
+    ROUNDED: tl.constexpr, LINEAR: tl.constexpr, P: tl.constexpr, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    follow()
-    t = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
-        norm_round_row(
-            x_ptr + t * row_stride, query_gain_ptr, query_ptr + t * num_latent, num_latent, query_eps, ROUNDED, B
-        )
-    else:
+    """A row's window key is one program's, its query latent another's; or P outputs of a linear of it each."""
+    announce()
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part == 0:
+        wait()
         _norm_turn_store(
             t, x_ptr + num_latent, gain_ptr, cos_ptr, sin_ptr, x_ptr, page_ptr, row_ptr, present_ptr, codes_ptr,
             scales_ptr, row_stride, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
             0, G, S, False,
         )  # fmt: skip
+    else:
+        channel, output = tl.arange(0, B), (part - 1) * P + tl.arange(0, P)
+        inside = channel < num_latent
+        dtype: tl.constexpr = query_ptr.dtype.element_ty
+        gain = tl.load(query_gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        if LINEAR:
+            place = weight_ptr + output[:, None] * num_latent + channel[None, :]
+            weight = tl.load(place, mask=(output < outputs)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        wait()
+        x = tl.load(x_ptr + t * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        query = norm_round_row(x, gain, num_latent, query_eps, dtype, ROUNDED, B)
+        if LINEAR:
+            product = tl.sum(weight * query.to(tl.float32)[None, :], axis=1)
+            tl.store(query_ptr + t * outputs + output, product.to(dtype), mask=output < outputs)
+        else:
+            tl.store(query_ptr + t * num_latent + channel, query, mask=inside)
 
 
 def _place(stored: Stored) -> tuple[int, int, int, int]:
@@ -209,15 +232,23 @@ def split_latent(
     page_T: Tensor,
     row_T: Tensor,
     present_T: Tensor,
+    weight_OQ: Tensor | None = None,
 ) -> Tensor:
     assert stored.spec == FP8 and query_spec in (None, FP8)
     num_rows, num_latent, channels = latent_TX.shape[0], query_gain_Q.shape[0], stored.channels
-    query_TQ = torch.empty(num_rows, num_latent, device=latent_TX.device, dtype=latent_TX.dtype)
-    _split_latent[(num_rows, 2)](
-        latent_TX, query_gain_Q, query_TQ, gain_C, cos_TR, sin_TR, page_T, row_T, present_T, stored.codes_PNX,
-        stored.scales_PNG, latent_TX.stride(0), num_latent, channels, cos_TR.shape[-1], query_eps, eps,
-        *_place(stored), ROUNDED=query_spec is not None, B=max(32, next_power_of_2(num_latent)),
-        G=next_power_of_2(channels // 32), S=32, num_warps=4,
+    outputs = num_latent if weight_OQ is None else weight_OQ.shape[0]
+    query_TO = torch.empty(num_rows, outputs, device=latent_TX.device, dtype=latent_TX.dtype)
+    programs = 1 if weight_OQ is None else triton.cdiv(outputs, _OUTPUTS)
+    weight = query_gain_Q if weight_OQ is None else weight_OQ.contiguous()
+    _split_latent[(num_rows, 1 + programs)](
+        latent_TX, query_gain_Q, weight, query_TO, gain_C, cos_TR, sin_TR, page_T, row_T, present_T,
+        stored.codes_PNX, stored.scales_PNG, latent_TX.stride(0), num_latent, outputs, channels, cos_TR.shape[-1],
+        query_eps, eps, *_place(stored), ROUNDED=query_spec is not None, LINEAR=weight_OQ is not None, P=_OUTPUTS,
+        B=max(32, next_power_of_2(num_latent)), G=next_power_of_2(channels // 32), S=32, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    return query_TQ
+    return query_TO
+
+
+def split_projected(*arguments: Any) -> Tensor:
+    return split_latent(*arguments)

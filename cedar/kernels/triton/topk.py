@@ -1,8 +1,9 @@
-"""The k largest of a row by radix selection: four passes over eight bits each find the k-th value, then one pass
-writes who lies above it in ascending order, ties to the lowest.
+"""The k largest of a row: the k-th value by bisection on the bits of the scores, then one pass writes who lies above
+it in ascending order, ties to the lowest.
 
-A long row is cut into tiles whose own k best, still in ascending order, go to the next round: the order of places
-is the order of columns, so ties stay with the lowest.
+A program holds its columns in registers, so a step of the bisection is a comparison and a sum; it stops as soon as a
+value splits off exactly k. A long row is cut into tiles whose own k best, still in ascending order, go to the next
+round: the order of places is the order of columns, so ties stay with the lowest.
 
 T rows, E columns, K chosen, B columns of a tile.
 """
@@ -20,7 +21,8 @@ from cedar.kernels.triton.device import next_power_of_2, unavailable
 __all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 
 FORWARD_ONLY = ("top_entries", "top_members")
-_TILE = 4096
+# columns that one program holds, 16 a thread
+_TILE = 16384
 
 
 def fits(op: str, score: Tensor) -> bool:
@@ -39,57 +41,83 @@ def _ordered(score):
 
 
 @triton.jit
+def _cut(key, k):
+    """(the least key that is chosen, how many of its equals): all of them if just k keys reach it.
+
+    Args:
+        key: Keys of at least k groups, [members, groups].
+    """
+    low = tl.full([], 1, tl.uint32)
+    high = tl.max(key) + 1
+    # keys from `low` on, and from `high` on
+    reaching = tl.sum((key > 0).to(tl.int32))
+    beyond = tl.full([], 0, tl.int32)
+    if reaching > k:
+        # each group has a key that reaches the least of their maxima
+        bound = tl.min(tl.max(key, axis=0), axis=0)
+        if bound > 1:
+            low = bound
+            reaching = tl.sum((key >= low).to(tl.int32))
+    while (reaching > k) & (high - low > 1):
+        third = (high - low + 2) // 3
+        first, second = low + third, low + 2 * third
+        # both counts in one sum, 16 bits each
+        both = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16))
+        many, few = both & 0xFFFF, (both >> 16) & 0xFFFF
+        if few >= k:
+            low, reaching = second, few
+        elif many >= k:
+            low, reaching, high, beyond = first, many, second, few
+        else:
+            high, beyond = first, many
+    return low, tl.where(reaching > k, k - beyond, reaching)
+
+
+@triton.jit
+def _rank(marked):
+    """(how many marks lie before each place, how many there are), by rows of [members, groups]."""
+    count = marked.to(tl.int32)
+    group = tl.sum(count, axis=0)
+    return tl.cumsum(count, axis=0) - count + (tl.cumsum(group, axis=0) - group)[None, :], tl.sum(group, axis=0)
+
+
+@triton.jit
 def _select(
     score_ptr, column_ptr, block_ptr, out_score_ptr, out_column_ptr, row_stride, num_columns, num_blocks, k,
-    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     follow()
     t, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tile * B + tl.arange(0, B)
-    inside = place < num_columns
-    score = tl.load(score_ptr + t * row_stride + place, mask=inside, other=float("-inf"))
+    place = tile * G * M + tl.arange(0, G)[None, :] * M + tl.arange(0, M)[:, None]
+    score = tl.load(score_ptr + t * row_stride + place, mask=place < num_columns, other=float("-inf"))
     key = _ordered(score)
-    bin_ = tl.arange(0, 256)
-    # the k-th largest key, eight bits at a time from the top; `room` of those equal so far are still wanted
-    prefix = tl.full([], 0, tl.uint32)
-    room = k
-    for round_ in tl.static_range(4):
-        if round_ == 0:
-            candidate = inside
-        else:
-            candidate = inside & ((key >> (32 - 8 * round_)) == prefix)
-        digit = ((key >> (24 - 8 * round_)) & 255).to(tl.int32)
-        count = tl.histogram(digit, 256, mask=candidate)
-        # columns of a higher digit than each bin's
-        above = tl.sum(count, axis=0) - tl.cumsum(count, axis=0)
-        # the bin in which the k-th lies; a row with too few has none above bin 0
-        chosen = tl.max(tl.where((above + count >= room), bin_, 0), axis=0)
-        room = room - tl.sum(tl.where(bin_ == chosen, above, 0), axis=0)
-        prefix = (prefix << 8) | chosen.to(tl.uint32)
-    # what is at the cut fills up from the lowest column; key 0 is -inf and never chosen
-    tied = inside & (key == prefix) & (key > 0)
-    taken = (inside & (key > prefix)) | (tied & (tl.cumsum(tied.to(tl.int32), axis=0) <= room))
-    slot = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-    num_taken = tl.sum(taken.to(tl.int32), axis=0)
+    cut, room = _cut(key, k)
+    taken = key >= cut
+    if tl.sum(taken.to(tl.int32)) > k:
+        # what is at the cut fills up from the lowest column
+        before, _ = _rank(key == cut)
+        taken = (key > cut) | ((key == cut) & (before < room))
+    slot, num_taken = _rank(taken)
+    # the few places go where the columns will lie, and come back in order for what lies behind them
     out = (t * tl.num_programs(1) + tile) * k
-    if FIRST and BLOCK:
-        # the member of a pool behind this place
-        block = tl.load(block_ptr + t * num_blocks + place // BLOCK, mask=taken, other=0)
+    scratch_ptr = (out_column_ptr + out).to(tl.pointer_type(tl.int32))
+    tl.store(scratch_ptr + slot, place, mask=taken)
+    tl.debug_barrier()
+    chosen = tl.arange(0, K)
+    filled = chosen < num_taken
+    place = tl.load(scratch_ptr + chosen, mask=filled, other=0)
+    tl.debug_barrier()
+    if not FIRST:
+        column = tl.load(column_ptr + t * row_stride + place, mask=filled, other=-1)
+    elif BLOCK:
+        block = tl.load(block_ptr + t * num_blocks + place // BLOCK, mask=filled, other=0)
         column = block * BLOCK + place % BLOCK
-    elif FIRST:
-        column = place.to(tl.int64)
     else:
-        column = tl.load(column_ptr + t * row_stride + place, mask=inside, other=-1)
-    tl.store(out_column_ptr + out + slot, column, mask=taken)
+        column = place.to(tl.int64)
+    tl.store(out_column_ptr + out + chosen, tl.where(filled, column, -1), mask=chosen < k)
     if not LAST:
-        tl.store(out_score_ptr + out + slot, score, mask=taken)
-    # the places that stay empty
-    for start in range(0, k, 256):
-        rest = start + bin_
-        empty = (rest >= num_taken) & (rest < k)
-        tl.store(out_column_ptr + out + rest, tl.full([256], -1, tl.int64), mask=empty)
-        if not LAST:
-            tl.store(out_score_ptr + out + rest, tl.full([256], float("-inf"), tl.float32), mask=empty)
+        score = tl.load(score_ptr + t * row_stride + place, mask=filled, other=float("-inf"))
+        tl.store(out_score_ptr + out + chosen, score, mask=chosen < k)
 
 
 def top_entries(score_TE: Tensor, k: int) -> Tensor:
@@ -105,20 +133,21 @@ def _top(score_TE: Tensor, k: int, block_TN: Tensor | None, block_size: int) -> 
     score_TE = score_TE.contiguous()
     column_TE = score_TE
     first = True
+    # a round must leave fewer than it found
+    most = max(_TILE, next_power_of_2(2 * k))
     while True:
         num_columns = score_TE.shape[1]
-        tile = min(_TILE, next_power_of_2(max(num_columns, 256)))
-        # a round must leave fewer than it found
-        tile = max(tile, next_power_of_2(2 * k))
+        tile = max(256, min(most, next_power_of_2(max(num_columns, 2 * k))))
         tiles = triton.cdiv(num_columns, tile)
         last = tiles == 1
+        groups = max(next_power_of_2(k), tile // 32)
         out_column = torch.empty(num_rows, tiles * k, device=score_TE.device, dtype=torch.int64)
         out_score = torch.empty(num_rows, 1 if last else tiles * k, device=score_TE.device, dtype=torch.float32)
         _select[(num_rows, tiles)](
             score_TE, column_TE, column_TE if block_TN is None else block_TN, out_score, out_column,
             num_columns, num_columns, 0 if block_TN is None else block_TN.shape[1], k,
-            BLOCK=block_size, FIRST=first, LAST=last, B=tile, num_warps=max(4, min(16, tile // 256)),
-            launch_pdl=AHEAD,
+            BLOCK=block_size, FIRST=first, LAST=last, G=groups, M=tile // groups, K=next_power_of_2(k),
+            num_warps=max(4, min(16, tile // 512)), launch_pdl=AHEAD,
         )  # fmt: skip
         if last:
             return out_column

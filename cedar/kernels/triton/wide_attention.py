@@ -1,0 +1,358 @@
+"""`paged_attention` of heads of 512 channels, for Hopper's tensor cores; in Gluon, which says where each value lies.
+
+Triton's own schedule of this shape computes the scores twice, spills, and overlaps nothing. Here two buffers of keys
+alternate: while the tensor cores multiply one tile, the threads widen the next one from registers into the other
+buffer and ask memory for the one after it. Channels lie in planes, even ones in one, odd ones in the other: a thread
+then writes 16 bytes of each plane without a shuffle, and a warp fills whole banks.
+
+T rows, H heads, C channels, J keys of a tile. A word is 4 bytes: 8 nibbles, 4 bytes of E4M3, or two float16.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@gluon.constexpr_function
+def _groups(last):
+    """Keys by groups of 16 channels by what a thread holds of one: a warp reads a whole key."""
+    return gl.BlockedLayout([1, 1, last], [1, 32, 1], [8, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _widen_nibbles(word, scale):
+    """Words of nibbles times a pair of equal float16 scales -> words of even channels 0 to 1, 2 to 3, odd ones alike.
+
+    A nibble's bits in float16's places are 2**-14 of its value.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, a, b;
+        prmt.b32 low, $4, 0, 0x4140;
+        prmt.b32 high, $4, 0, 0x4342;
+        shl.b32 a, low, 9;
+        shl.b32 b, low, 12;
+        and.b32 a, a, 0x0E000E00;
+        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        mul.rn.f16x2 $0, a, $5;
+        shl.b32 a, high, 9;
+        shl.b32 b, high, 12;
+        and.b32 a, a, 0x0E000E00;
+        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        mul.rn.f16x2 $1, a, $5;
+        shl.b32 a, low, 5;
+        shl.b32 b, low, 8;
+        and.b32 a, a, 0x0E000E00;
+        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        mul.rn.f16x2 $2, a, $5;
+        shl.b32 a, high, 5;
+        shl.b32 b, high, 8;
+        and.b32 a, a, 0x0E000E00;
+        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        mul.rn.f16x2 $3, a, $5;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [word, scale],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _widen_bytes(word, scale):
+    """Words of E4M3 times a pair of equal float16 scales -> words of the even and of the odd channels."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        .reg .b16 pair;
+        prmt.b32 a, $2, 0, 0x4420;
+        cvt.u16.u32 pair, a;
+        cvt.rn.f16x2.e4m3x2 a, pair;
+        mul.rn.f16x2 $0, a, $3;
+        prmt.b32 a, $2, 0, 0x4431;
+        cvt.u16.u32 pair, a;
+        cvt.rn.f16x2.e4m3x2 a, pair;
+        mul.rn.f16x2 $1, a, $3;
+        }""",
+        "=&r,=&r,r,r",
+        [word, scale],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _rounded(even, odd):
+    """Both to bfloat16 and back, two at a time."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        cvt.rn.bf16x2.f32 a, $3, $2;
+        shl.b32 $0, a, 16;
+        and.b32 $1, a, 0xFFFF0000;
+        }""",
+        "=&r,=&r,r,r",
+        [even, odd],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _read_entries(table, tile, entries, PER_PAGE: gl.constexpr, C: gl.constexpr):
+    """Words and scales of a tile of entries; a missing one reads the first of its page table, nobody weighs it."""
+    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row = entries
+    GROUPS: gl.constexpr = gl.SliceLayout(2, _groups(2))
+    group = gl.expand_dims(gl.arange(0, C // 16, layout=gl.SliceLayout(0, GROUPS)), 0)
+    each = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, _groups(2))))
+    place = gl.maximum(table.index(tile).load(gl.SliceLayout(1, GROUPS)), 0)
+    page, row = (place // PER_PAGE).to(gl.int64), place % PER_PAGE
+    code = gl.expand_dims(page * (code_page // 4) + row * (code_row // 4), 1) + 2 * group
+    code = codes_ptr.to(gl.pointer_type(gl.uint32)) + gl.expand_dims(code, 2)
+    word = gl.load(code + gl.expand_dims(gl.expand_dims(each, 0), 0))
+    factor = gl.load(scales_ptr + gl.expand_dims(page * scale_page + row * scale_row, 1) + group)
+    return word, factor
+
+
+@gluon.jit
+def _fill_entries(even_words, odd_words, word, factor, J: gl.constexpr, C: gl.constexpr):
+    """Keys of 2**-7 of their value: exact in float16."""
+    wide = factor.to(gl.uint16)
+    # E4M3 in float16's fields is 2**-8 of its value; a NaN code becomes 480
+    scale = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(gl.float16, bitcast=True) * 32768.0
+    bits = scale.to(gl.float16).to(gl.uint16, bitcast=True).to(gl.uint32)
+    even0, even1, odd0, odd1 = _widen_nibbles(word, gl.expand_dims(bits | (bits << 16), 2))
+    even_words.store(gl.reshape(gl.join(even0, even1), [J, C // 4]))
+    odd_words.store(gl.reshape(gl.join(odd0, odd1), [J, C // 4]))
+
+
+@gluon.jit
+def _fill_window(
+    even_words, odd_words, window, start, oldest, position,
+    RING: gl.constexpr, J: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Keys of 2**4 of their value: their scales go down to 2**-18."""
+    codes_ptr, scales_ptr, code_row, scale_row = window
+    GROUPS: gl.constexpr = gl.SliceLayout(2, _groups(4))
+    group = gl.expand_dims(gl.arange(0, C // 16, layout=gl.SliceLayout(0, GROUPS)), 0)
+    each = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, _groups(4))))
+    where = start + gl.arange(0, J, layout=gl.SliceLayout(1, GROUPS))
+    there = (where >= oldest) & (where <= position)
+    row = (gl.where(there, where, 0) % RING).to(gl.int32)
+    there = gl.expand_dims(there, 1)
+    code = gl.expand_dims(gl.expand_dims(row * (code_row // 4), 1) + 4 * group, 2)
+    code = codes_ptr.to(gl.pointer_type(gl.uint32)) + code + gl.expand_dims(gl.expand_dims(each, 0), 0)
+    # a row that nobody wrote may hold NaN codes
+    word = gl.load(code, mask=gl.expand_dims(there, 2), other=0)
+    exponent = gl.load(scales_ptr + gl.expand_dims(row * scale_row, 1) + group // 2, mask=there, other=127)
+    scale = gl.minimum(gl.maximum(exponent.to(gl.int32) - 108, 1), 30) << 10
+    even, odd = _widen_bytes(word, gl.expand_dims(scale | (scale << 16), 2))
+    even_words.store(gl.reshape(even, [J, C // 4]))
+    odd_words.store(gl.reshape(odd, [J, C // 4]))
+
+
+@gluon.jit
+def _visible(table, tile, window_tiles, start, oldest, position, scale, SCORES: gl.constexpr, J: gl.constexpr):
+    """(keys that count, log2 of what their weights are multiplied by, factor of their scores).
+
+    Weights of entries are 2**11 of their value because their keys are 2**-11 of a window key's.
+    """
+    key = gl.arange(0, J, layout=gl.SliceLayout(0, SCORES))
+    if tile < window_tiles:
+        where = start + tile * J + key
+        there = ((where >= oldest) & (where <= position)).to(gl.int32)
+        lift = 0.0
+        factor = scale * 0.0625
+    else:
+        there = (table.index(tile - window_tiles).load(gl.SliceLayout(0, SCORES)) >= 0).to(gl.int32)
+        lift = 11.0
+        factor = scale * 128.0
+    return gl.expand_dims(there != 0, 0), lift, factor
+
+
+@gluon.jit
+def _softmax(score, there, lift, factor, best, total, H: gl.constexpr, J: gl.constexpr):
+    """One tile of scores into the running softmax: (weights, what older ones shrink by, maxima, sums)."""
+    score = gl.where(there, score * factor, -1e30)
+    higher = gl.maximum(best, gl.max(score, axis=1))
+    shrink = gl.exp2(best - higher)
+    weight = gl.where(there, gl.exp2(score - gl.expand_dims(higher - lift, 1)), 0.0)
+    # each warp group adds up its own keys
+    own = gl.sum(gl.reshape(weight, [H, 2, J // 2]), axis=2) * gl.exp2(-lift)
+    total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout)), 1) + own
+    return weight, shrink, higher, total
+
+
+@gluon.jit
+def _attend_wide(
+    query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
+    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
+    entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+    query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
+    RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr,
+    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    gdc_wait()
+    HALF: gl.constexpr = C // 2
+    # each of two warp groups has half of a tile's keys, then half of a plane's channels
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, J // 2, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * J), 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.float16, [2, H, HALF], SHARED)
+    even_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
+    odd_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
+    weights = gl.allocate_shared_memory(gl.float16, [2, H, J], WEIGHTS)
+    places = gl.allocate_shared_memory(gl.int32, [TILES * J], PLAIN)
+    even_words = even_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
+    odd_words = odd_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
+    table = places._reinterpret(gl.int32, [TILES, J], PLAIN)
+
+    t, share = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    slot, position, floor = gl.load(slot_ptr + t), gl.load(position_ptr + t), gl.load(floor_ptr + t)
+    page_ptr += gl.load(entry_slot_ptr + t) * page_stride
+    window_tiles = gl.cdiv(num_window, J)
+    first = share * tiles_a_share
+    last = gl.minimum(first + tiles_a_share, window_tiles + gl.cdiv(num_selected, J))
+
+    # loads that wait for nothing, then those that wait for them
+    column = gl.arange(0, TILES * J, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    entry = gl.load(selection_ptr + t * num_selected + column, mask=column < num_selected, other=-1).to(gl.int32)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0])
+    PLANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    head = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, ROWS)), 1)
+    channel = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, ROWS)), 0)
+    query = gl.load(query_ptr + t * query_stride + head * C + channel, mask=head < num_heads, other=0.0)
+    turned = gl.arange(0, HALF, layout=gl.SliceLayout(0, PLANES)) - (HALF - num_angles)
+    cos = gl.expand_dims(gl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0), 0)
+    sin = gl.expand_dims(gl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0), 0)
+    page = gl.load(page_ptr + entry // PER_PAGE, mask=entry >= 0, other=0).to(gl.int32)
+
+    even, odd = gl.split(gl.reshape(query, [H, HALF, 2]))
+    even = gl.convert_layout(even, PLANES, assert_trivial=True).to(gl.float32)
+    odd = gl.convert_layout(odd, PLANES, assert_trivial=True).to(gl.float32)
+    even, odd = _rounded(even * cos - odd * sin, even * sin + odd * cos)
+    queries.index(0).store(even.to(gl.float16))
+    queries.index(1).store(odd.to(gl.float16))
+
+    window = (codes_ptr + slot * code_page, scales_ptr + slot * scale_page, code_row, scale_row)
+    entries = (
+        entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+    )  # fmt: skip
+    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
+    if first < window_tiles:
+        _fill_window(even_words.index(0), odd_words.index(0), window, start + first * J, oldest, position, RING, J, C)
+    places.store(gl.where(entry >= 0, page * PER_PAGE + entry % PER_PAGE, -1))
+    gl.thread_barrier()
+    word, factor = _read_entries(table, gl.maximum(first - window_tiles, 0), entries, PER_PAGE, C)
+    if first >= window_tiles:
+        _fill_entries(even_words.index(0), odd_words.index(0), word, factor, J, C)
+        if first + 1 < last:
+            word, factor = _read_entries(table, first + 1 - window_tiles, entries, PER_PAGE, C)
+
+    # the first tile's scores, and the second tile meanwhile
+    best = gl.full([H], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.sum(gl.reshape(gl.zeros([H, J], gl.float32, SCORES), [H, 2, J // 2]), axis=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    score = gl.zeros([H, J], gl.float32, SCORES)
+    score = warpgroup_mma(
+        queries.index(0), even_keys.index(0).permute([1, 0]), score, use_acc=False, is_async=True
+    )  # fmt: skip
+    score = warpgroup_mma(queries.index(1), odd_keys.index(0).permute([1, 0]), score, is_async=True)
+    there, lift, size = _visible(table, first, window_tiles, start, oldest, position, scale, SCORES, J)
+    next_tile = first + 1
+    if next_tile < gl.minimum(window_tiles, last):
+        _fill_window(
+            even_words.index(1), odd_words.index(1), window, start + next_tile * J, oldest, position, RING, J, C
+        )
+    elif next_tile < last:
+        _fill_entries(even_words.index(1), odd_words.index(1), word, factor, J, C)
+        word, factor = _read_entries(table, gl.minimum(first + 2 - window_tiles, TILES - 1), entries, PER_PAGE, C)
+    score = warpgroup_mma_wait(0, deps=[score])
+    weight, shrink, best, total = _softmax(score, there, lift, size, best, total, H, J)
+    weights.index(0).store(weight.to(gl.float16))
+
+    even = gl.zeros([H, HALF], gl.float32, VALUES)
+    odd = gl.zeros([H, HALF], gl.float32, VALUES)
+    buffer = 0
+    # a zero that the compiler does not know: addresses of what never moves would fill the registers
+    still = 0
+    for tile in range(first, last - 1):
+        other = 1 - buffer
+        fence_async_shared()
+        gl.thread_barrier()
+        # values of this tile, scores of the next
+        even = warpgroup_mma(weights.index(buffer), even_keys.index(buffer), even, is_async=True)
+        odd = warpgroup_mma(weights.index(buffer), odd_keys.index(buffer), odd, is_async=True)
+        score = gl.zeros([H, J], gl.float32, SCORES)
+        score = warpgroup_mma(
+            queries.index(still), even_keys.index(other).permute([1, 0]), score, use_acc=False, is_async=True
+        )
+        score = warpgroup_mma(queries.index(still + 1), odd_keys.index(other).permute([1, 0]), score, is_async=True)
+        there, lift, size = _visible(table, tile + 1, window_tiles, start, oldest, position, scale, SCORES, J)
+        even, odd = warpgroup_mma_wait(2, deps=[even, odd])
+        # both warp groups are done with this buffer
+        gl.thread_barrier()
+        next_tile = tile + 2
+        if next_tile < gl.minimum(window_tiles, last):
+            _fill_window(
+                even_words.index(buffer), odd_words.index(buffer), window, start + next_tile * J, oldest, position,
+                RING, J, C,
+            )  # fmt: skip
+        elif next_tile < last:
+            _fill_entries(even_words.index(buffer), odd_words.index(buffer), word, factor, J, C)
+            word, factor = _read_entries(table, gl.minimum(tile + 3 - window_tiles, TILES - 1), entries, PER_PAGE, C)
+        score = warpgroup_mma_wait(0, deps=[score])
+        weight, shrink, best, total = _softmax(score, there, lift, size, best, total, H, J)
+        weights.index(other).store(weight.to(gl.float16))
+        kept = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, VALUES)), 1)
+        even *= kept
+        odd *= kept
+        still += tile >> 20
+        buffer = other
+    fence_async_shared()
+    gl.thread_barrier()
+    even = warpgroup_mma(weights.index(buffer), even_keys.index(buffer), even, is_async=True)
+    odd = warpgroup_mma(weights.index(buffer), odd_keys.index(buffer), odd, is_async=True)
+    even, odd = warpgroup_mma_wait(0, deps=[even, odd])
+
+    head = gl.arange(0, H, layout=gl.SliceLayout(1, VALUES))
+    pair = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, VALUES)), 0)
+    best = gl.convert_layout(best, gl.SliceLayout(1, VALUES))
+    total = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, VALUES))
+    if ALONE:
+        sink = gl.load(sink_ptr + head, mask=head < num_heads, other=0.0) * 1.4426950408889634
+        peak = gl.maximum(best, sink)
+        shrink = gl.exp2(best - peak)
+        whole = gl.expand_dims(shrink * 0.0625 / (total * shrink + gl.exp2(sink - peak)), 1)
+        turned = pair - (HALF - num_angles)
+        cos = gl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0)
+        sin = gl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0)
+        even, odd = _rounded(even * whole, odd * whole)
+        both = gl.join((even * cos + odd * sin).to(gl.bfloat16), (odd * cos - even * sin).to(gl.bfloat16))
+        PAIRS: gl.constexpr = both.type.layout
+        head = gl.arange(0, H, layout=gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
+        head = gl.expand_dims(gl.expand_dims(head, 1), 2)
+        pair = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0)
+        each = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, PAIRS)))
+        channel = gl.expand_dims(2 * pair, 2) + gl.expand_dims(gl.expand_dims(each, 0), 0)
+        gl.store(out_ptr + t * num_heads * C + head * C + channel, both, mask=head < num_heads)
+    else:
+        known = head < num_heads
+        base = (t * gl.num_programs(1) + share) * num_heads + head
+        gl.store(peak_ptr + 2 * base, best, mask=known)
+        gl.store(peak_ptr + 2 * base + 1, total, mask=known)
+        partial = partial_ptr + gl.expand_dims(base * C, 1) + pair
+        gl.store(partial, even * 0.0625, mask=gl.expand_dims(known, 1))
+        gl.store(partial + HALF, odd * 0.0625, mask=gl.expand_dims(known, 1))
