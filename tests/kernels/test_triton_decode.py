@@ -637,6 +637,7 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
     [
         (1, 96, 40),
         (17, 1056, 33),
+        (35, 384, 72),
         (300, 160, 48),
         release(1, 1280, 32768),
         release(40, 5120, 1792),
