@@ -33,7 +33,7 @@ _TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 compiled: dict[tuple[Any, ...], Any] = {}
 
 
