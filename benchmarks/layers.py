@@ -8,6 +8,8 @@ rate and its operations over its bf16 rate. Then all layers of the model from on
 (`--prefill 4096`), and what a pool of a million tokens takes of the card's memory. With `CEDAR_LAUNCH=apart` in the
 environment no kernel is launched ahead of another, and `--profile` gives each its own time.
 
+A cold cache is what a layer finds in a model of many, but for its kernels' own code: `--row 4` times that.
+
 B rows, T tokens of context.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import statistics
 import subprocess
 from collections import Counter
@@ -210,15 +213,19 @@ class Bench:
         self.image_T = torch.zeros(rows, device=device, dtype=torch.bool)
         self.shared = shared_rows(config, block.plan, position_T, context)
 
-    def run(self) -> tuple[Tensor, Entered]:
-        """The layer, as `SlotDecoder` runs it."""
-        entered, latent_TX = self.enter()
+    def run(self, before: tuple[Tensor, Entered] | None = None) -> tuple[Tensor, Entered]:
+        """The layer, as `SlotDecoder` runs it, behind another one."""
+        entered, latent_TX = self.enter(before)
         y_TD, _ = self.layer.attend(self.step, entered, latent_TX, self.shared, FP8)
         return self.layer.run_experts(y_TD, entered, self.image_T, FP8)
 
-    def enter(self) -> tuple[Entered, Tensor]:
-        streams = self.y_TD, self.streams_TND, self.post_TN, self.mixing_TNN, self.premix_TN
-        return self.layer.enter(*streams, FP8)
+    def enter(self, before: tuple[Tensor, Entered] | None = None) -> tuple[Entered, Tensor]:
+        if before is not None:
+            y_TD, last = before
+            streams = last.streams_TND, last.post_TN, last.mixing_TNN, last.premix_TN
+            return self.layer.enter(y_TD, *streams, FP8)
+        streams = self.streams_TND, self.post_TN, self.mixing_TNN, self.premix_TN
+        return self.layer.enter(self.y_TD, *streams, FP8)
 
     def attend(self) -> tuple[Tensor, SharedKV]:
         return self.layer.attend(self.step, *self.enter(), self.shared, FP8)
@@ -260,6 +267,15 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return [(event.name, event.time_range.elapsed_us()) for event in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def run_row(benches: list[Bench]) -> tuple[Tensor, Entered]:
+    """Layers one behind the other, each of weights of its own."""
+    before = None
+    for bench in benches:
+        before = bench.run(before)
+    assert before is not None
+    return before
 
 
 def difference(bench: Bench) -> float:
@@ -394,6 +410,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--contexts", default="4096,131072,1048576")
     parser.add_argument("--prefill", type=int, default=0, help="also time a chunk of so many tokens")
+    parser.add_argument("--row", type=int, default=1, help="also time so many layers of a mode one behind the other")
     parser.add_argument("--profile", action="store_true", help="print each case's kernels and the parts' floors")
     parser.add_argument("--compile", action="store_true", help="run each case once and time nothing")
     parser.add_argument("--csv", type=Path)
@@ -436,6 +453,7 @@ def main() -> None:
     for name in (arguments.modes or ",".join(wanted)).split(","):
         plan, count = wanted[name]
         block = release_block(config, plan, device)
+        others = [release_block(config, plan, device) for _ in range(arguments.row - 1)]
         measured.add(name)
         for rows, context in cases(arguments):
             bench = Bench(config, block, rows, context, device)
@@ -461,6 +479,12 @@ def main() -> None:
                 for kernel, time in launched:
                     print(f"    {time:8.2f} us {kernel[:100]}")
                 print("    floors: " + ", ".join(f"{part} {one.us(copy, products):.1f}" for part, one in parts.items()))
+            if others:
+                row = [bench, *(Bench(config, other, rows, context, device) for other in others)]
+                us = clock(functools.partial(run_row, row))
+                each = us[0] / len(row), us[1] / len(row)
+                report(f"layer_{name}", f"B={rows} T={context} in a row of {len(row)}", each, parts, "")
+                del row
             totals[rows, context] = totals.get((rows, context), 0.0) + count * us[0]
             del bench, graph
         if arguments.prefill:

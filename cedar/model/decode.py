@@ -11,7 +11,7 @@ T rows, S slots, C latent channels, I index channels, H heads, L look-backs, R r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from cedar.kernels.dense import (
     swiglu_round,
 )
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, packed_experts, route
 from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
 from cedar.kernels.pages import Paged, Stored, locate, split_latent, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
@@ -417,6 +417,17 @@ class PackedFeed(NamedTuple):
     shared13: Tiles
     shared2: Tiles
 
+    def run_routed(
+        self, u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, limit: float, spec: FormatSpec | None
+    ) -> Tensor:
+        """float32 [T, D]."""
+        stacks = self.w1, self.w3, self.w2
+        return packed_experts(u_TD, ids_TK, weights_TK, *stacks, limit=limit, round_inner=spec is not None)
+
+    def run_shared(self, u_TD: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
+        inner_TI = swiglu_round(packed_linear(u_TD, *self.shared13, None), limit, spec)
+        return packed_linear(inner_TI, *self.shared2, None)
+
 
 class DecodeLayer:
     """A block's weights as decoding uses them, and one layer's share of a step."""
@@ -441,7 +452,11 @@ class DecodeLayer:
         self.router = Router(router, gate.bias, gate.bias_vl, gate.k, gate.scaling)
         routed, shared = ffn.experts, ffn.shared_experts
         self.feed: Weights | PackedFeed
+        self._side: torch.cuda.Stream | None = None
         if routed.packed:
+            device = gate.weight.device
+            # the shared expert needs no routing: its few blocks fill what the routed ones leave
+            self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
             w1, w3, w2 = (routed.packed[name] for name in ("w1", "w3", "w2"))
             shared13, shared2 = _joined(shared.w1, shared.w3), shared.w2.held
             assert isinstance(shared13, Tiles) and isinstance(shared2, Tiles)
@@ -516,8 +531,12 @@ class DecodeLayer:
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
         chosen, limit = self.router, self.block.ffn.experts.limit
         if isinstance(self.feed, PackedFeed):
-            entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, chosen, image_T)
-            return feed_packed(entered.rounded_TD, ids_TK, weights_TK, self.feed, limit, spec), entered
+            entered = advance(y_TD, *streams, self.experts, spec)
+            u_TD, packed = entered.rounded_TD, self.feed
+            shared = aside(lambda: packed.run_shared(u_TD, limit, spec), self._side)
+            ids_TK, weights_TK, _ = route(entered.normed_TD, image_T, *chosen)
+            routed_TD = packed.run_routed(u_TD, ids_TK, weights_TK, limit, spec)
+            return add_round(routed_TD, shared()), entered
         entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, chosen, image_T, self.feed, limit=limit)
         return y_TD, entered
 
@@ -575,11 +594,21 @@ def project_groups(x_TGI: Tensor, weight_XI: Tensor | Tiles, spec: FormatSpec | 
     return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
 
 
-def feed_packed(
-    u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: PackedFeed, limit: float, spec: FormatSpec | None
-) -> Tensor:
-    """`feed` with weights as the checkpoint holds them."""
-    routed_TD = packed_experts(u_TD, ids_TK, weights_TK, *weights[:3], limit=limit, round_inner=spec is not None)
-    inner_TI = swiglu_round(packed_linear(u_TD, *weights.shared13, None), limit, spec)
-    shared_TD = packed_linear(inner_TI, *weights.shared2, None)
-    return add_round(routed_TD, shared_TD)
+def aside(call: Callable[[], Tensor], side: torch.cuda.Stream | None) -> Callable[[], Tensor]:
+    """Start `call` beside what follows, on a stream of its own; the answer gives its result and waits for it.
+
+    A graph that is being captured gets a branch.
+    """
+    if side is None:
+        result = call()
+        return lambda: result
+    stream = torch.cuda.current_stream(side.device)
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        result = call()
+
+    def join() -> Tensor:
+        stream.wait_stream(side)
+        return result
+
+    return join
