@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed: there is nothing 
 EXPECTED = {
     "_attend", "_join", "_scores", "_select", "_store_normed", "_grouped_linear", "_norm_round", "_route", "_up",
     "_down", "_advance", "_memory", "_gate", "_split_latent", "_pool_pairs", "_look_back", "_plan",
-    "_locate", "_draw_rows", "_packed_linear", "_widen",
+    "_locate", "_draw_rows", "_packed_linear", "_coded_linear", "_widen",
 }  # fmt: skip
 
 
