@@ -133,6 +133,13 @@ def call_all(size: dict[str, int]) -> None:
     paged_indexer.paged_pool_scores(index, cos, cos, weight, keys, row, block, 8)
     topk.top_entries(torch.zeros(rows, size["entries"]), size["topk"])
     topk.top_members(torch.zeros(rows, 128), size["topk"], block, 8)
+    # the release's heads over both kinds of its pages, and rows of several tiles
+    index, weight = torch.zeros(rows, 32, 128, **half), torch.zeros(rows, 32, **half)
+    for per_page in (64, 128):
+        pages_of = Paged(_stored(FP4_INDEX, 3, per_page, 128), torch.zeros(3, 8, dtype=torch.int64), row)
+        paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, size["entries"])
+        paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, block, 8)
+    topk.top_entries(torch.zeros(rows, 2**17), 512)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)
