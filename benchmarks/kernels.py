@@ -301,6 +301,15 @@ def reindex(peers: Peers) -> Iterator[Case]:
         def run(scores: Callable[[], Tensor] = scores, block_TN: Tensor = block_TN) -> Tensor:
             return indexer.top_members(scores(), k, block_TN, size)
 
+        def checked(
+            part: int | None = None, scores: Any = scores, block_TN: Tensor = block_TN
+        ) -> tuple[Tensor, Tensor]:
+            # the scores of what was chosen: of two that rounding made equal either may be
+            score, block = scores(part), block_TN[:part].contiguous()
+            entry = indexer.top_members(score, k, block, size)
+            place = torch.searchsorted(block, entry // size) * size + entry % size
+            return score, score.gather(1, place)
+
         def dense_run(
             asked: Any = asked, paged: Paged = paged, visible_T: Tensor = visible_T, block_TN: Tensor = block_TN
         ) -> Tensor:
@@ -312,7 +321,7 @@ def reindex(peers: Peers) -> Iterator[Case]:
 
         yield Case(
             op="reindex", case=f"B={rows}", bytes=rows * (blocks * size * 68 + blocks * 8 + k * 8),
-            flops=rows * blocks * size * 2 * 32 * 128, needs=("paged_pool_scores", asked[0]), run=run, check=scores,
+            flops=rows * blocks * size * 2 * 32 * 128, needs=("paged_pool_scores", asked[0]), run=run, check=checked,
             part=min(rows, 4),
             peers=(
                 *peers.attempt("reindex", peers.reindex, block_TN, tokens, size, k),
@@ -792,8 +801,8 @@ def poisoned() -> Iterator[None]:
             patch.stop()
 
 
-def check(case: Case) -> float:
-    """The error of our result against the reference's."""
+def check(case: Case) -> tuple[float, bool]:
+    """(the error of our result against the reference's, whether a second run gives the same bits)."""
     run = case.check or case.run
 
     def result(part: int | None) -> list[Tensor]:
@@ -804,8 +813,9 @@ def check(case: Case) -> float:
     with use_kernels("reference"):
         want = result(case.part)
     with poisoned():
-        got = result(None)
-    return difference([one[: case.part] for one in got] if case.part is not None else got, want)
+        got, again = result(None), result(None)
+    same = all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    return difference([one[: case.part] for one in got] if case.part is not None else got, want), same
 
 
 def _short(error: BaseException) -> str:
@@ -830,8 +840,8 @@ class Bench:
         if reason:
             print(f"{case.op:18} {case.case:18} no kernel: {reason}", flush=True)
             return
-        error = check(case)
-        said = f"{case.op:18} {case.case:18} error {error:.1e}"
+        error, same = check(case)
+        said = f"{case.op:18} {case.case:18} error {error:.1e}" + ("" if same else ", other bits when run again")
         if not error <= case.tolerance:
             print(f"{said}: WRONG, not timed", flush=True)
             return

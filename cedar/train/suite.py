@@ -6,7 +6,7 @@ One dictionary of plain values; `page.py` makes a page of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -377,18 +377,15 @@ class Suite:
             depths = _DEPTHS if count > 1 else (0.0, 0.5, 0.9)
             by_depth = {}
             for depth in depths:
-                lookups = [
-                    self.tasks.passkey_document(
-                        np.random.default_rng((_SEED, length, int(100 * depth), number)),
-                        length,
-                        depth=depth,
-                        own_filler=True,
-                    )
-                    for number in range(max(1, count // 2))
-                ]
-                by_depth[f"{depth:g}"] = self._asked(lookups)
+                numbers = range(max(1, count // 2))
+                by_depth[f"{depth:g}"] = self.passkey_at(length, depth, numbers)
             found.append(self._by_length(length, by_depth))
         return found
+
+    def passkey_at(self, length: int, depth: float, numbers: Iterable[int]) -> dict[str, float]:
+        """The answers about the keys of some documents, which `numbers` draw."""
+        seeds = [np.random.default_rng((_SEED, length, int(100 * depth), number)) for number in numbers]
+        return self._asked([self.tasks.passkey_document(seed, length, depth=depth, own_filler=True) for seed in seeds])
 
     def _by_length(self, length: int, by_depth: dict[str, dict[str, float]]) -> dict[str, Any]:
         total = sum(values["questions"] for values in by_depth.values())

@@ -30,21 +30,21 @@ def assert_near(distance: Distance) -> None:
 
 
 def test_a1_the_decoder_on_the_last_window(trained: Transformer) -> None:
-    assert_near(bounded_decoder(trained, text_ids(PROMPT + FOLLOWING), PROMPT))
+    assert_near(bounded_decoder(trained, text_ids(PROMPT + FOLLOWING).to(DEVICE), PROMPT))
 
 
 @pytest.mark.parametrize(
     ("prompt", "counts"), [(PROMPT, [1, 4]), pytest.param(3000, list(range(1, 51)), marks=pytest.mark.slow)]
 )
 def test_a2_bounded_replays_do_not_drift(trained: Transformer, prompt: int, counts: list[int]) -> None:
-    for distance in bounded_replays(trained, text_ids(prompt + FOLLOWING), prompt, counts).values():
+    for distance in bounded_replays(trained, text_ids(prompt + FOLLOWING).to(DEVICE), prompt, counts).values():
         assert_near(distance)
 
 
 def test_a3_a_snapshot_and_less_than_a_window(trained: Transformer) -> None:
     window = trained.config.attention.sliding_window
     for added in (1, window - 1):
-        assert_near(close_snapshot(trained, text_ids(PROMPT + FOLLOWING), PROMPT, added))
+        assert_near(close_snapshot(trained, text_ids(PROMPT + FOLLOWING).to(DEVICE), PROMPT, added))
 
 
 def test_a_distance_of_nothing_is_none() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Condition
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -48,6 +50,8 @@ class Value:
             return Value(self.data.long() & unsigned if unsigned else self.data.to(dtype))
         if dtype == torch.float16:
             return Value(self.data.to(torch.int16).view(torch.float16))
+        if dtype == torch.float32:
+            return Value(self.data.to(torch.int32).view(torch.float32))
         return Value(self.data.view(torch.int16).long() & 0xFFFF)
 
 
@@ -105,6 +109,9 @@ class Shared:
     def index(self, place: Any) -> Shared:
         return Shared(self.data[int(place)])
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data[start : start + length])
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.data.permute(order))
 
@@ -153,8 +160,8 @@ class Language:
         return Value(found.where(there, torch.as_tensor(other, dtype=found.dtype)))
 
     def store(self, pointer: Pointer, value: Value, mask: Value) -> None:
-        assert value.data.dtype == pointer.dtype
-        offset, data, there = torch.broadcast_tensors(pointer.offset, value.data, mask.data)
+        assert value.data.is_floating_point() == pointer.dtype.is_floating_point
+        offset, data, there = torch.broadcast_tensors(pointer.offset, value.data.to(pointer.dtype), mask.data)
         pointer.elements()[offset[there]] = data[there]
 
     def arange(self, start: int, stop: int, layout: None) -> Value:
@@ -207,6 +214,38 @@ class Language:
     def thread_barrier(self) -> None:
         pass
 
+    def static_range(self, stop: int) -> range:
+        return range(stop)
+
+    def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            for done in reversed([pool.submit(part, *arguments) for part, arguments in parts]):
+                done.result()
+
+
+class Barriers:
+    """`mbarrier`: a word of shared memory counts who arrived."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._counts: dict[int, int] = {}
+
+    def init(self, barrier: Shared, count: int) -> None:
+        self._counts[barrier.data.data_ptr()] = count
+        barrier.data.zero_()
+
+    def wait(self, barrier: Shared, phase: Any) -> None:
+        with self._changed:
+            count = self._counts[barrier.data.data_ptr()]
+            assert self._changed.wait_for(lambda: int(barrier.data) // count & 1 != int(phase), timeout=10)
+
+    def arrive(self, barrier: Shared, count: int) -> None:
+        with self._changed:
+            barrier.data.add_(1)
+            self._changed.notify_all()
+
 
 def _product(a: Any, b: Shared, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:
     product = a.data.float() @ b.data.float()
@@ -245,8 +284,9 @@ def _widen_bytes(word: Value, scale: Value) -> tuple[Value, ...]:
     return tuple(_halves(word.data, scale.data, byte(a), byte(b)) for a, b in ((0, 2), (1, 3)))
 
 
-def _rounded(even: Value, odd: Value) -> tuple[Value, Value]:
-    return Value(even.data.bfloat16().float()), Value(odd.data.bfloat16().float())
+def _pack(even: Value, odd: Value) -> Value:
+    low, high = (x.data.bfloat16().view(torch.int16).long() for x in (even, odd))
+    return Value((low & 0xFFFF) | (high << 16))
 
 
 def _nothing(*_: Any) -> None:
@@ -260,7 +300,8 @@ def interpreted(module: ModuleType, kernel: str) -> Iterator[Any]:
     replaced: dict[str, Any] = {name: f.fn for name, f in vars(module).items() if isinstance(f, JITFunction)}
     replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait, "_groups": _nothing}
     replaced |= dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), _nothing)
-    replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_rounded": _rounded}
+    replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack}
+    replaced["mbarrier"] = Barriers()
 
     class Launcher:
         def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:

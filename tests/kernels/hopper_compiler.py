@@ -33,7 +33,7 @@ _TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -197,6 +197,7 @@ def call_all(size: dict[str, int]) -> None:
         several = torch.zeros(many, 4, wide, **half), torch.zeros(many, 4), torch.zeros(many, 4, 4)
         coefficients = sublayer._replace(fn=torch.zeros(24, 4 * wide), gain_D=torch.zeros(wide, **half))
         advance.advance(torch.zeros(many, wide, **half), *several, several[1], coefficients, FP8)
+        advance.advance(None, several[0], None, None, several[1], coefficients, FP8)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)

@@ -309,7 +309,8 @@ def test_wide_attention(
     else:
         with gluon_on_torch.interpreted(wide_attention, "_attend_wide") as launcher:
             monkeypatch.setattr(kernel, "_attend_wide", launcher)
-            got = kernel.paged_attention(*arguments, shares=shares, wide=True)
+            monkeypatch.setattr(kernel, "_WIDE", True)
+            got = kernel.paged_attention(*arguments, shares=shares)
     assert bool((got[3] == 0).all())
     # the interpreter cuts off what bfloat16 has no room for when it joins shares
     bound = 6e-3 if device == "cpu" and shares > 1 else 3e-3
@@ -447,7 +448,9 @@ def test_route(device: str, dtype: torch.dtype, images: bool, rows: int, count: 
     bias, image_bias = torch.zeros(count, device=device), torch.randn(count, device=device)
     got, want = both(lambda: experts.route(u, image, weight, bias, image_bias, 3, 1.5))
     assert torch.equal(got[0], want[0])
-    torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-5)
+    # sums of thousands of products in another order
+    bounds = {"rtol": 1e-3, "atol": 1e-4} if channels > 1000 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(got[1:], want[1:], **bounds)
 
 
 @pytest.mark.parametrize("count", [11, 100])
@@ -471,7 +474,8 @@ def test_a_product_of_halves_is_summed_and_given_in_float32(rows: int, outputs: 
     x, weight = (torch.randn(n, channels, device="cuda").bfloat16() for n in (rows, outputs))
     got, want = dense.linear_float32(x, weight), x.double() @ weight.double().T
     assert got.dtype == torch.float32
-    assert float((got - want).norm() / want.norm()) < 1e-6
+    # float32 sums of 5120 products of one sign or the other
+    assert float((got - want).norm() / want.norm()) < 5e-6
 
 
 @pytest.mark.parametrize("rounded", [True, False])
@@ -633,6 +637,7 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
     [
         (1, 96, 40),
         (17, 1056, 33),
+        (35, 384, 72),
         (300, 160, 48),
         release(1, 1280, 32768),
         release(40, 5120, 1792),

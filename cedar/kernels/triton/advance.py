@@ -89,7 +89,8 @@ def _old_mixes(post_ptr, mixing_ptr, row, known, FRESH: tl.constexpr):
             _four(mixing + 8, known), _four(mixing + 12, known),
         )  # fmt: skip
     else:
-        return None
+        # nobody reads it
+        return known
 
 
 @triton.jit
@@ -345,7 +346,7 @@ def _share_streams(
         post, m0, m1, m2, m3 = _old_mixes(post_ptr, mixing_ptr, row_P, known_P, FRESH)
         mixes = _across(post), _across(m0), _across(m1), _across(m2), _across(m3)
     else:
-        mixes = None
+        mixes = known
     s0, s1, s2, s3 = _streams(y_ptr, x_ptr, mixes, row, place, inside, channels, out_ptr.dtype.element_ty, FRESH)
     # not computed once more in the layout of a product
     s0, s1, s2, s3 = _opaque(s0), _opaque(s1), _opaque(s2), _opaque(s3)

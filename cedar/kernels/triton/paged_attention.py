@@ -26,6 +26,8 @@ __all__ = ["FORWARD_ONLY", "fits", "paged_attention", "unavailable"]
 FORWARD_ONLY = ("paged_attention",)
 # programs that fill a Hopper chip
 _PROGRAMS = 132
+# warp groups multiply on Hopper alone; without a GPU kernels are compiled for it
+_WIDE = AHEAD and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
 
 
 def fits(op: str, query: Tensor) -> bool:
@@ -206,6 +208,20 @@ def _join(
     tl.store(out + 1, odd_out)
 
 
+def _of_words(stored: Stored) -> bool:
+    """Whether codes can be read four bytes at a time."""
+    codes = stored.codes_PNX
+    return (codes.stride(0) | codes.stride(1) | codes.data_ptr()) % 4 == 0
+
+
+def _num_shares(num_rows: int, num_tiles: int) -> int:
+    """Shares of a row's tiles; joining them costs as much as two tiles (measured at 64 heads of 512 channels)."""
+    at_once = _PROGRAMS // num_rows
+    if num_tiles <= 2 or at_once <= 2:
+        return 1
+    return min(at_once, num_tiles if num_rows <= 4 else triton.cdiv(num_tiles, 2))
+
+
 def paged_attention(
     query_THC: Tensor,
     cos_TR: Tensor,
@@ -220,58 +236,47 @@ def paged_attention(
     num_window: int,
     *,
     shares: int | None = None,
-    tile: int | None = None,
-    wide: bool | None = None,
 ) -> Tensor:
-    """As the public op; `shares` of a row's keys run side by side, as many as fill the chip if None."""
+    """As the public op; `shares` of a row's keys run side by side, as many as pay if None."""
     num_rows, num_heads, channels = query_THC.shape
     output_THC = torch.empty(num_rows, num_heads, channels, device=query_THC.device, dtype=query_THC.dtype)
     if num_rows == 0:
         return output_THC
     exact = query_THC.dtype == torch.float32
     num_selected = 0 if selection_TK is None else selection_TK.shape[1]
-    wide = (AHEAD and not exact and channels == 512) if wide is None else wide
-    if tile is None:
-        tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
-    num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
-    # two tiles are not worth a second kernel
-    shares = shares or (1 if num_tiles <= 2 else max(1, min(num_tiles, _PROGRAMS // num_rows)))
-    tiles_a_share = triton.cdiv(num_tiles, shares)
-    shares = triton.cdiv(num_tiles, tiles_a_share)
     # unused pointers must still be tensors
     stored, page_SP, entry_slot_T = (window, slot_T, slot_T) if entries is None else entries
+    wide = _WIDE and not exact and channels == 512 and num_selected <= 4096 and _of_words(window) and _of_words(stored)
+    tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
+    num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
+    if shares is None:
+        shares = _num_shares(num_rows, num_tiles)
+    tiles_a_share = triton.cdiv(num_tiles, shares)
+    shares = triton.cdiv(num_tiles, tiles_a_share)
     selection = slot_T if selection_TK is None else selection_TK.contiguous()
     new: dict[str, Any] = {"device": query_THC.device, "dtype": torch.float32}
     partial = torch.empty(num_rows * shares * num_heads * channels if shares > 1 else 1, **new)
     peak = torch.empty(num_rows * shares * num_heads * 2 if shares > 1 else 1, **new)
     codes, scales = window.codes_PNX, window.scales_PNG
+    arguments = (
+        query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
+        codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
+        stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
+        stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
+        page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
+        query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
+        channels**-0.5 * 1.4426950408889634,
+    )  # fmt: skip
+    constants = {"RING": codes.shape[1], "PER_PAGE": stored.codes_PNX.shape[1], "C": channels, "J": tile}
     if wide:
+        tiles = max(1, next_power_of_2(triton.cdiv(num_selected, tile)))
         _attend_wide[(num_rows, shares)](
-            query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
-            codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
-            stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
-            stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
-            page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
-            query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
-            channels**-0.5 * 1.4426950408889634,
-            RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
-            TILES=max(1, next_power_of_2(triton.cdiv(num_selected, tile))),
-            H=64, C=channels, J=tile, ALONE=shares == 1,
-            num_warps=8, launch_pdl=AHEAD,
-        )  # fmt: skip
+            *arguments, **constants, TILES=tiles, H=64, ALONE=shares == 1, num_warps=8, launch_pdl=AHEAD
+        )
     else:
         _attend[(num_rows, shares)](
-            query_THC, cos_TR, sin_TR, slot_T, position_T, floor_T.contiguous(),
-            codes, scales, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
-            stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
-            stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
-            page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
-            query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
-            channels**-0.5 * 1.4426950408889634,
-            RING=codes.shape[1], PER_PAGE=stored.codes_PNX.shape[1],
-            H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, ALONE=shares == 1, EXACT=exact,
-            num_warps=8 if channels >= 256 else 4, num_stages=1,
-            launch_pdl=AHEAD,
+            *arguments, **constants, H=max(16, next_power_of_2(num_heads)), ALONE=shares == 1, EXACT=exact,
+            num_warps=8 if channels >= 256 else 4, num_stages=1, launch_pdl=AHEAD,
         )  # fmt: skip
     if shares > 1:
         _join[(num_rows, num_heads)](

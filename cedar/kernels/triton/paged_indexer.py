@@ -23,10 +23,12 @@ __all__ = ["FORWARD_ONLY", "fits", "paged_index_scores", "paged_pool_scores", "u
 FORWARD_ONLY = ("paged_index_scores", "paged_pool_scores")
 # inline instructions and E4M3 products need a GPU: the interpreter does the same in float32
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# three for each multiprocessor of an H200, twice over for rows of different lengths
-_PROGRAMS = 792
-_STAGES = 3
+# four for each multiprocessor of an H200
+_PROGRAMS = 528
+# entries of a tile
 _TILE = 128
+# page, then codes: a stage more than loads under way
+_STAGES = 5
 
 
 def fits(op: str, query: Tensor) -> bool:
@@ -225,8 +227,8 @@ def _run(
     if score_TE.numel() == 0:
         return score_TE
     codes, scales = keys.stored.codes_PNX, keys.stored.scales_PNG
-    tile = _TILE if codes.shape[1] % _TILE == 0 else 64
-    programs = min(triton.cdiv(num_columns, tile), triton.cdiv(_PROGRAMS, num_rows))
+    programs = min(triton.cdiv(num_columns, _TILE), triton.cdiv(_PROGRAMS, num_rows))
+    heads = max(16, next_power_of_2(num_heads))
     # a row's four scales in one word
     aligned = channels == 128 and all(x % 4 == 0 for x in (scales.data_ptr(), scales.stride(0), scales.stride(1)))
     _scores[(programs, num_rows)](
@@ -236,8 +238,8 @@ def _run(
         query_THI.stride(0), weight_TH.stride(0), num_heads, cos_TR.shape[-1], num_columns,
         0 if block_TN is None else block_TN.shape[1],
         PER_PAGE=codes.shape[1], BLOCK=block_size, POOLED=block_TN is not None, ALIGNED=aligned,
-        H=max(16, next_power_of_2(num_heads)), C=channels, J=tile, STAGES=_STAGES,
-        num_warps=4, launch_pdl=AHEAD,
+        H=heads, C=channels, J=_TILE, STAGES=_STAGES,
+        num_warps=4, maxnreg=128 if heads <= 32 else None, launch_pdl=AHEAD,
     )  # fmt: skip
     return score_TE
 

@@ -22,8 +22,10 @@ from cedar.kernels.triton.device import next_power_of_2, unavailable
 __all__ = ["FORWARD_ONLY", "fits", "top_entries", "top_members", "unavailable"]
 
 FORWARD_ONLY = ("top_entries", "top_members")
-# columns that one program holds, 16 a thread
+# columns that one program holds at most; of a long row the half, so that more programs share it
 _TILE = 16384
+# fills the multiprocessors with whole tiles
+_MANY_ROWS = 16
 # more to choose than this is for a sort
 _MOST_CHOSEN = 8192
 
@@ -167,11 +169,13 @@ def _top(score_TE: Tensor, k: int, block_TN: Tensor | None, block_size: int) -> 
     score_TE = score_TE.contiguous()
     column_TE = score_TE
     first = True
-    # a round must leave fewer than it found
-    most = max(_TILE, next_power_of_2(2 * k))
+    least = next_power_of_2(2 * k)
     while True:
         num_columns = score_TE.shape[1]
-        tile = max(256, min(most, next_power_of_2(max(num_columns, 2 * k))))
+        whole = num_columns <= _TILE or num_rows >= _MANY_ROWS or 8 * least > _TILE
+        most = _TILE if whole else _TILE // 2
+        # a round must leave fewer than it found
+        tile = max(256, least, min(most, next_power_of_2(num_columns)))
         tiles = triton.cdiv(num_columns, tile)
         last = tiles == 1
         groups = max(next_power_of_2(k), tile // 32)
@@ -181,7 +185,7 @@ def _top(score_TE: Tensor, k: int, block_TN: Tensor | None, block_size: int) -> 
             score_TE, column_TE, column_TE if block_TN is None else block_TN, out_score, out_column,
             num_columns, num_columns, 0 if block_TN is None else block_TN.shape[1], k,
             BLOCK=block_size, FIRST=first, LAST=last, G=groups, M=tile // groups, K=next_power_of_2(k),
-            num_warps=max(4, min(16, tile // 512)), launch_pdl=AHEAD,
+            num_warps=16 if tile > 8192 else 8 if tile >= 4096 else 4, launch_pdl=AHEAD,
         )  # fmt: skip
         if last:
             return out_column

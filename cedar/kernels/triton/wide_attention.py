@@ -1,9 +1,9 @@
 """`paged_attention` of heads of 512 channels, for Hopper's tensor cores; in Gluon, which says where each value lies.
 
-Triton's own schedule of this shape computes the scores twice, spills, and overlaps nothing. Here two buffers of keys
-alternate: while the tensor cores multiply one tile, the threads widen the next one from registers into the other
-buffer and ask memory for the one after it. Channels lie in planes, even ones in one, odd ones in the other: a thread
-then writes 16 bytes of each plane without a shuffle, and a warp fills whole banks.
+Triton's own schedule of this shape computes the scores twice, spills, and overlaps nothing. Here half of the warps
+gather: they widen stored bytes into one of two buffers of keys while the other half multiplies the other buffer, and
+barriers in shared memory hand the buffers over. Channels lie in planes, even ones in one, odd ones in the other: a
+thread then writes 16 bytes of each plane without a shuffle, and a warp fills whole banks.
 
 T rows, H heads, C channels, J keys of a tile. A word is 4 bytes: 8 nibbles, 4 bytes of E4M3, or two float16.
 """
@@ -12,7 +12,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -87,21 +92,17 @@ def _widen_bytes(word, scale):
 
 
 @gluon.jit
-def _rounded(even, odd):
-    """Both to bfloat16 and back, two at a time."""
+def _pack(even, odd):
+    """Two float32 as a word of bfloat16, as a row keeps its pairs."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        cvt.rn.bf16x2.f32 a, $3, $2;
-        shl.b32 $0, a, 16;
-        and.b32 $1, a, 0xFFFF0000;
-        }""",
-        "=&r,=&r,r,r",
-        [even, odd],
-        dtype=(gl.float32, gl.float32),
-        is_pure=True,
-        pack=1,
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _unpack(word):
+    even = (word << 16).to(gl.float32, bitcast=True)
+    return even, (word & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -133,11 +134,8 @@ def _fill_entries(even_words, odd_words, word, factor, J: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def _fill_window(
-    even_words, odd_words, window, start, oldest, position,
-    RING: gl.constexpr, J: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Keys of 2**4 of their value: their scales go down to 2**-18."""
+def _read_window(window, start, oldest, position, RING: gl.constexpr, J: gl.constexpr, C: gl.constexpr):
+    """Words and scales of a tile of window rows; what lies outside the window reads as zeros."""
     codes_ptr, scales_ptr, code_row, scale_row = window
     GROUPS: gl.constexpr = gl.SliceLayout(2, _groups(4))
     group = gl.expand_dims(gl.arange(0, C // 16, layout=gl.SliceLayout(0, GROUPS)), 0)
@@ -151,6 +149,12 @@ def _fill_window(
     # a row that nobody wrote may hold NaN codes
     word = gl.load(code, mask=gl.expand_dims(there, 2), other=0)
     exponent = gl.load(scales_ptr + gl.expand_dims(row * scale_row, 1) + group // 2, mask=there, other=127)
+    return word, exponent
+
+
+@gluon.jit
+def _fill_window(even_words, odd_words, word, exponent, J: gl.constexpr, C: gl.constexpr):
+    """Keys of 2**4 of their value: their scales go down to 2**-18."""
     scale = gl.minimum(gl.maximum(exponent.to(gl.int32) - 108, 1), 30) << 10
     even, odd = _widen_bytes(word, gl.expand_dims(scale | (scale << 16), 2))
     even_words.store(gl.reshape(even, [J, C // 4]))
@@ -190,44 +194,63 @@ def _softmax(score, there, lift, factor, best, total, H: gl.constexpr, J: gl.con
 
 
 @gluon.jit
-def _attend_wide(
-    query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
-    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
-    entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
-    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
-    query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
-    RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr,
+def _gather(
+    full, empty, places, table, even_words, odd_words, codes, entries,
+    slot_ptr, position_ptr, floor_ptr, page_ptr, entry_slot_ptr, page_stride, selection_ptr,
+    t, num_window, num_selected, first, last,
+    RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr, C: gl.constexpr, J: gl.constexpr,
+):  # fmt: skip
+    """Tile after tile into whichever buffer is empty: the window's, then the entries'."""
+    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row = codes
+    slot, position, floor = gl.load(slot_ptr + t), gl.load(position_ptr + t), gl.load(floor_ptr + t)
+    page_ptr += gl.load(entry_slot_ptr + t) * page_stride
+    # where the whole selection lies, -1 for none
+    column = gl.arange(0, TILES * J, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    entry = gl.load(selection_ptr + t * num_selected + column, mask=column < num_selected, other=-1).to(gl.int32)
+    page = gl.load(page_ptr + entry // PER_PAGE, mask=entry >= 0, other=0).to(gl.int32)
+    places.store(gl.where(entry >= 0, page * PER_PAGE + entry % PER_PAGE, -1))
+    gl.thread_barrier()
+    window = (codes_ptr + slot * code_page, scales_ptr + slot * scale_page, code_row, scale_row)
+    window_tiles = gl.cdiv(num_window, J)
+    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
+    for tile in range(first, gl.minimum(window_tiles, last)):
+        step = tile - first
+        buffer = step & 1
+        word, exponent = _read_window(window, start + tile * J, oldest, position, RING, J, C)
+        mbarrier.wait(empty.index(buffer), 1 - (step >> 1 & 1))
+        _fill_window(even_words.index(buffer), odd_words.index(buffer), word, exponent, J, C)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(buffer), count=1)
+    begin = gl.maximum(first, window_tiles)
+    word, factor = _read_entries(table, gl.minimum(begin - window_tiles, TILES - 1), entries, PER_PAGE, C)
+    for tile in range(begin, last):
+        step = tile - first
+        buffer = step & 1
+        mbarrier.wait(empty.index(buffer), 1 - (step >> 1 & 1))
+        _fill_entries(even_words.index(buffer), odd_words.index(buffer), word, factor, J, C)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(buffer), count=1)
+        # after the fence, which would wait for it
+        word, factor = _read_entries(table, gl.minimum(tile + 1 - window_tiles, TILES - 1), entries, PER_PAGE, C)
+
+
+@gluon.jit
+def _multiply(
+    full, empty, table, queries, even_keys, odd_keys, weights,
+    query_ptr, cos_ptr, sin_ptr, position_ptr, floor_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+    t, share, query_stride, num_heads, num_angles, num_window, first, last, scale,
     H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()
-    gdc_wait()
+    """Scores, weights and values of every tile, under one running softmax."""
     HALF: gl.constexpr = C // 2
     # each of two warp groups has half of a tile's keys, then half of a plane's channels
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, J // 2, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * J), 16, 2)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.float16, [2, H, HALF], SHARED)
-    even_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
-    odd_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
-    weights = gl.allocate_shared_memory(gl.float16, [2, H, J], WEIGHTS)
-    places = gl.allocate_shared_memory(gl.int32, [TILES * J], PLAIN)
-    even_words = even_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
-    odd_words = odd_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
-    table = places._reinterpret(gl.int32, [TILES, J], PLAIN)
-
-    t, share = gl.program_id(0).to(gl.int64), gl.program_id(1)
-    slot, position, floor = gl.load(slot_ptr + t), gl.load(position_ptr + t), gl.load(floor_ptr + t)
-    page_ptr += gl.load(entry_slot_ptr + t) * page_stride
     window_tiles = gl.cdiv(num_window, J)
-    first = share * tiles_a_share
-    last = gl.minimum(first + tiles_a_share, window_tiles + gl.cdiv(num_selected, J))
-
-    # loads that wait for nothing, then those that wait for them
-    column = gl.arange(0, TILES * J, layout=gl.BlockedLayout([1], [32], [8], [0]))
-    entry = gl.load(selection_ptr + t * num_selected + column, mask=column < num_selected, other=-1).to(gl.int32)
+    position, floor = gl.load(position_ptr + t), gl.load(floor_ptr + t)
+    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0])
     PLANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, ROWS)), 1)
@@ -236,53 +259,25 @@ def _attend_wide(
     turned = gl.arange(0, HALF, layout=gl.SliceLayout(0, PLANES)) - (HALF - num_angles)
     cos = gl.expand_dims(gl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0), 0)
     sin = gl.expand_dims(gl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0), 0)
-    page = gl.load(page_ptr + entry // PER_PAGE, mask=entry >= 0, other=0).to(gl.int32)
-
     even, odd = gl.split(gl.reshape(query, [H, HALF, 2]))
     even = gl.convert_layout(even, PLANES, assert_trivial=True).to(gl.float32)
     odd = gl.convert_layout(odd, PLANES, assert_trivial=True).to(gl.float32)
-    even, odd = _rounded(even * cos - odd * sin, even * sin + odd * cos)
+    even, odd = _unpack(_pack(even * cos - odd * sin, even * sin + odd * cos))
     queries.index(0).store(even.to(gl.float16))
     queries.index(1).store(odd.to(gl.float16))
 
-    window = (codes_ptr + slot * code_page, scales_ptr + slot * scale_page, code_row, scale_row)
-    entries = (
-        entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
-    )  # fmt: skip
-    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
-    if first < window_tiles:
-        _fill_window(even_words.index(0), odd_words.index(0), window, start + first * J, oldest, position, RING, J, C)
-    places.store(gl.where(entry >= 0, page * PER_PAGE + entry % PER_PAGE, -1))
-    gl.thread_barrier()
-    word, factor = _read_entries(table, gl.maximum(first - window_tiles, 0), entries, PER_PAGE, C)
-    if first >= window_tiles:
-        _fill_entries(even_words.index(0), odd_words.index(0), word, factor, J, C)
-        if first + 1 < last:
-            word, factor = _read_entries(table, first + 1 - window_tiles, entries, PER_PAGE, C)
-
-    # the first tile's scores, and the second tile meanwhile
-    best = gl.full([H], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.sum(gl.reshape(gl.zeros([H, J], gl.float32, SCORES), [H, 2, J // 2]), axis=2)
     fence_async_shared()
     gl.thread_barrier()
+    best = gl.full([H], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.sum(gl.reshape(gl.zeros([H, J], gl.float32, SCORES), [H, 2, J // 2]), axis=2)
+    mbarrier.wait(full.index(0), 0)
     score = gl.zeros([H, J], gl.float32, SCORES)
-    score = warpgroup_mma(
-        queries.index(0), even_keys.index(0).permute([1, 0]), score, use_acc=False, is_async=True
-    )  # fmt: skip
+    score = warpgroup_mma(queries.index(0), even_keys.index(0).permute([1, 0]), score, use_acc=False, is_async=True)
     score = warpgroup_mma(queries.index(1), odd_keys.index(0).permute([1, 0]), score, is_async=True)
     there, lift, size = _visible(table, first, window_tiles, start, oldest, position, scale, SCORES, J)
-    next_tile = first + 1
-    if next_tile < gl.minimum(window_tiles, last):
-        _fill_window(
-            even_words.index(1), odd_words.index(1), window, start + next_tile * J, oldest, position, RING, J, C
-        )
-    elif next_tile < last:
-        _fill_entries(even_words.index(1), odd_words.index(1), word, factor, J, C)
-        word, factor = _read_entries(table, gl.minimum(first + 2 - window_tiles, TILES - 1), entries, PER_PAGE, C)
     score = warpgroup_mma_wait(0, deps=[score])
     weight, shrink, best, total = _softmax(score, there, lift, size, best, total, H, J)
     weights.index(0).store(weight.to(gl.float16))
-
     even = gl.zeros([H, HALF], gl.float32, VALUES)
     odd = gl.zeros([H, HALF], gl.float32, VALUES)
     buffer = 0
@@ -295,6 +290,7 @@ def _attend_wide(
         # values of this tile, scores of the next
         even = warpgroup_mma(weights.index(buffer), even_keys.index(buffer), even, is_async=True)
         odd = warpgroup_mma(weights.index(buffer), odd_keys.index(buffer), odd, is_async=True)
+        mbarrier.wait(full.index(other), ((tile + 1 - first) >> 1) & 1)
         score = gl.zeros([H, J], gl.float32, SCORES)
         score = warpgroup_mma(
             queries.index(still), even_keys.index(other).permute([1, 0]), score, use_acc=False, is_async=True
@@ -304,15 +300,7 @@ def _attend_wide(
         even, odd = warpgroup_mma_wait(2, deps=[even, odd])
         # both warp groups are done with this buffer
         gl.thread_barrier()
-        next_tile = tile + 2
-        if next_tile < gl.minimum(window_tiles, last):
-            _fill_window(
-                even_words.index(buffer), odd_words.index(buffer), window, start + next_tile * J, oldest, position,
-                RING, J, C,
-            )  # fmt: skip
-        elif next_tile < last:
-            _fill_entries(even_words.index(buffer), odd_words.index(buffer), word, factor, J, C)
-            word, factor = _read_entries(table, gl.minimum(tile + 3 - window_tiles, TILES - 1), entries, PER_PAGE, C)
+        mbarrier.arrive(empty.index(buffer), count=1)
         score = warpgroup_mma_wait(0, deps=[score])
         weight, shrink, best, total = _softmax(score, there, lift, size, best, total, H, J)
         weights.index(other).store(weight.to(gl.float16))
@@ -336,18 +324,19 @@ def _attend_wide(
         peak = gl.maximum(best, sink)
         shrink = gl.exp2(best - peak)
         whole = gl.expand_dims(shrink * 0.0625 / (total * shrink + gl.exp2(sink - peak)), 1)
+        # by way of the queries' memory: a thread stores what lies side by side
+        words = queries._reinterpret(gl.int32, [H, HALF], gl.NVMMASharedLayout(128, 32, 2))
+        words.store(_pack(even * whole, odd * whole))
+        gl.thread_barrier()
+        LINES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
+        even, odd = _unpack(words.load(LINES))
+        head = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, LINES)), 1)
+        pair = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)), 0)
         turned = pair - (HALF - num_angles)
         cos = gl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0)
         sin = gl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0)
-        even, odd = _rounded(even * whole, odd * whole)
-        both = gl.join((even * cos + odd * sin).to(gl.bfloat16), (odd * cos - even * sin).to(gl.bfloat16))
-        PAIRS: gl.constexpr = both.type.layout
-        head = gl.arange(0, H, layout=gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-        head = gl.expand_dims(gl.expand_dims(head, 1), 2)
-        pair = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))), 0)
-        each = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, PAIRS)))
-        channel = gl.expand_dims(2 * pair, 2) + gl.expand_dims(gl.expand_dims(each, 0), 0)
-        gl.store(out_ptr + t * num_heads * C + head * C + channel, both, mask=head < num_heads)
+        place = out_ptr.to(gl.pointer_type(gl.int32)) + (t * num_heads + head) * HALF + pair
+        gl.store(place, _pack(even * cos + odd * sin, odd * cos - even * sin), mask=head < num_heads)
     else:
         known = head < num_heads
         base = (t * gl.num_programs(1) + share) * num_heads + head
@@ -356,3 +345,58 @@ def _attend_wide(
         partial = partial_ptr + gl.expand_dims(base * C, 1) + pair
         gl.store(partial, even * 0.0625, mask=gl.expand_dims(known, 1))
         gl.store(partial + HALF, odd * 0.0625, mask=gl.expand_dims(known, 1))
+
+
+@gluon.jit
+def _attend_wide(
+    query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
+    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
+    entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+    query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
+    RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr,
+    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    gdc_wait()
+    HALF: gl.constexpr = C // 2
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * J), 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.float16, [2, H, HALF], SHARED)
+    even_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
+    odd_keys = gl.allocate_shared_memory(gl.float16, [2, J, HALF], SHARED)
+    weights = gl.allocate_shared_memory(gl.float16, [2, H, J], WEIGHTS)
+    places = gl.allocate_shared_memory(gl.int32, [TILES * J], PLAIN)
+    even_words = even_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
+    odd_words = odd_keys._reinterpret(gl.int32, [2, J, HALF // 2], WORDS)
+    table = places._reinterpret(gl.int32, [TILES, J], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    t, share = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    first = share * tiles_a_share
+    last = gl.minimum(first + tiles_a_share, gl.cdiv(num_window, J) + gl.cdiv(num_selected, J))
+    codes = (codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row)
+    entries = (
+        entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                full, empty, table, queries, even_keys, odd_keys, weights,
+                query_ptr, cos_ptr, sin_ptr, position_ptr, floor_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+                t, share, query_stride, num_heads, num_angles, num_window, first, last, scale, H, C, J, ALONE,
+            )),
+            (_gather, (
+                full, empty, places, table, even_words, odd_words, codes, entries,
+                slot_ptr, position_ptr, floor_ptr, page_ptr, entry_slot_ptr, page_stride, selection_ptr,
+                t, num_window, num_selected, first, last, RING, PER_PAGE, TILES, C, J,
+            )),
+        ],
+        # 256 threads of 72 registers leave 184 to those that multiply
+        [8], [72],
+    )  # fmt: skip
