@@ -93,6 +93,7 @@ def call_all(size: dict[str, int]) -> None:
     """Every wrapper once."""
     from cedar.kernels.triton import (
         advance,
+        blocks,
         compress,
         engram,
         feed,
@@ -168,6 +169,8 @@ def call_all(size: dict[str, int]) -> None:
     many = torch.zeros(384, hidden, **half), torch.zeros(384), torch.zeros(384)
     route.route(u, present, *many, 6, 1.5)
     gates.swiglu_round(torch.zeros(rows, 2 * inner, **half), 10.0, FP8)
+    blocks.block_scores(torch.zeros(rows, size["entries"]), row, 8)
+    gates.add_round(torch.zeros(rows, hidden), u)
     feed.feed(u, ids, weights, matrices, 10.0, True)
     inner_up, inner_down = (
         Packed(
