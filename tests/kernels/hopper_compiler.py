@@ -156,6 +156,8 @@ def call_all(size: dict[str, int]) -> None:
     x, weight = torch.zeros(rows, 1, hidden, **half), torch.zeros(1, size["latent"], hidden, **half)
     few_rows.grouped_linear(x, weight, FP8)
     few_rows.grouped_linear(x, weight, None)
+    few_rows.grouped_linear(x[:1].expand(16, -1, -1), weight, FP8)
+    few_rows.grouped_linear(x[:1].expand(16, -1, -1), weight, None)
     few_rows.norm_round(x[:, 0], torch.zeros(hidden, **half), 1e-20, FP8)
     u = x[:, 0]
     num_experts, inner = size["experts"], size["inner"]
@@ -202,7 +204,14 @@ def call_all(size: dict[str, int]) -> None:
     if hidden <= 1024:
         router = Router(torch.zeros(num_experts, hidden), torch.zeros(num_experts), torch.zeros(num_experts), 2, 1.5)
         mixing = torch.zeros(rows, 4, 4)
-        advance.advance_routed(u, streams, four, mixing, four, sublayer, FP8, router, present)
+        entering = streams, four, mixing, four, sublayer, FP8
+        advance.advance_routed(u, *entering, router, present)
+        advance.advance_fed(u, *entering, router, present, matrices, 10.0)
+        latent_OD = torch.zeros(size["latent"] + channels, hidden, **half)
+        advance.advance_projected(u, *entering, latent_OD)
+        advance.advance_projected(None, streams, None, None, four, sublayer, FP8, latent_OD)
+        query_OQ = torch.zeros(size["heads"] * channels, size["latent"], **half)
+        pages.split_projected(latent, *gains, cos, cos, ring, row, row, present, query_OQ)
     for many, wide in ((rows, hidden), (rows, 512), (80, hidden)):
         several = torch.zeros(many, 4, wide, **half), torch.zeros(many, 4), torch.zeros(many, 4, 4)
         coefficients = sublayer._replace(fn=torch.zeros(24, 4 * wide), gain_D=torch.zeros(wide, **half))

@@ -13,12 +13,42 @@ pytest.importorskip("triton", reason="Triton is not installed: there is nothing 
 
 # every kernel of a decode step
 EXPECTED = {
-    "_attend", "_join", "_scores", "_select", "_store_normed", "_grouped_linear", "_norm_round", "_route", "_up",
-    "_down", "_advance", "_share_streams", "_join_shares", "_stream_rows", "_tile_products", "_mix_rows", "_memory",
-    "_gate", "_split_latent", "_pool_pairs", "_look_back", "_plan", "_locate", "_draw_rows", "_packed_linear",
-    "_coded_linear", "_router_shares", "_choose_many", "_swiglu_round", "_add_round", "_block_scores", "_widen",
+    "_add_round",
+    "_advance",
+    "_attend",
     "_attend_wide",
-}  # fmt: skip
+    "_block_scores",
+    "_choose_many",
+    "_coded_linear",
+    "_down",
+    "_down_all",
+    "_draw_rows",
+    "_gate",
+    "_grouped_linear",
+    "_join",
+    "_join_shares",
+    "_locate",
+    "_look_back",
+    "_memory",
+    "_mix_rows",
+    "_norm_round",
+    "_packed_linear",
+    "_plan",
+    "_pool_pairs",
+    "_route",
+    "_router_shares",
+    "_row_linear",
+    "_scores",
+    "_select",
+    "_share_streams",
+    "_split_latent",
+    "_store_normed",
+    "_stream_rows",
+    "_swiglu_round",
+    "_tile_products",
+    "_up",
+    "_widen",
+}
 
 
 def test_decode_kernels_compile_for_hopper(tmp_path: Path) -> None:

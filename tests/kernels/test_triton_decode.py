@@ -187,7 +187,7 @@ def test_advance(
 
     if kernel in ("shares", "rows"):
         monkeypatch.setattr(advance, "_NARROW", 0)
-        monkeypatch.setattr(advance, "_FEW_ROWS", 0 if kernel == "rows" else 64)
+        monkeypatch.setattr(advance, "_FEW_WIDE_ROWS", 0 if kernel == "rows" else 64)
         monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=64, programs=12, chunk=64))
     streams, y = (
         torch.randn(rows, 4, channels, device=device).to(dtype),
