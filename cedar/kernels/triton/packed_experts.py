@@ -151,73 +151,95 @@ def _scale_byte(scales_ptr, row, group, outputs, groups):
 
 @triton.jit
 def _weights(
-    codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr
-):
-    """[B, 256] float16, 2**-7 of the weights of a block's outputs in a step's channels, permuted."""
-    # (half of the step, half of sixteen outputs, lane, word); a lane is (sixteen of B, output of eight, group of four)
-    place = tl.arange(0, B * 32)
-    lane = tl.arange(0, B * 2)
+    codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, step, half, steps, outputs, channels,
+    PAIR: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """[B, 128] float16, 2**-7 of the weights of a block's outputs in half of a step's channels, permuted.
+
+    Sixteen rows are sixteen outputs, or eight outputs of two matrices.
+    """
+    # words by (first or second eight of sixteen rows, sixteen of B, row of eight, group of four, word of four)
+    place, lane = tl.arange(0, B * 16), tl.arange(0, B * 2)
+    second = place // (B * 8)
     if TILED:
-        start = (block * (B // 64) + place // 512 % (B // 64)) * steps + step
-        word = tl.load(codes_ptr + start * 2048 + place // (B * 8) * 512 + place % 512).to(tl.uint32, bitcast=True)
-        scale = tl.load(scales_ptr + ((block * (B // 64) + lane // 128) * steps + step) * 128 + lane % 128)
-        scale = scale.to(tl.uint32, bitcast=True)
-        f00, f01, f10, f11 = scale & 0xFF, (scale >> 8) & 0xFF, (scale >> 16) & 0xFF, scale >> 24
+        if PAIR:
+            # eights of outputs: an odd one is the second of sixteen
+            eight, lane_eight = block * (B // 16) + place // 128 % (B // 16), block * (B // 16) + lane // 32
+            start = (eight // 8 * steps + step) * 2048 + eight % 2 * 512 + eight % 8 // 2 * 128
+            word = tl.load(tl.where(second == 0, codes_ptr, pair_codes_ptr) + start + half * 1024 + place % 128)
+            at = (lane_eight // 8 * steps + step) * 128 + lane_eight % 8 // 2 * 32 + lane % 32
+            shift = (lane_eight % 2 * 8).to(tl.uint32) + half * 16
+            first_factor = tl.load(scales_ptr + at).to(tl.uint32, bitcast=True) >> shift & 0xFF
+            second_factor = tl.load(pair_scales_ptr + at).to(tl.uint32, bitcast=True) >> shift & 0xFF
+        else:
+            start = ((block * (B // 64) + place // 512 % (B // 64)) * steps + step) * 2048 + second * 512
+            word = tl.load(codes_ptr + start + half * 1024 + place % 512)
+            scale = tl.load(scales_ptr + ((block * (B // 64) + lane // 128) * steps + step) * 128 + lane % 128)
+            scale = scale.to(tl.uint32, bitcast=True) >> half * 16
+            first_factor, second_factor = scale & 0xFF, scale >> 8 & 0xFF
+        word = word.to(tl.uint32, bitcast=True)
     else:
-        row = block * B + place // 128 % (B // 16) * 16 + place // (B * 8) % 2 * 8 + place // 16 % 8
-        group = step * 8 + place // (B * 16) * 4 + place // 4 % 4
+        words, pair_words = codes_ptr.to(tl.pointer_type(tl.uint32)), pair_codes_ptr.to(tl.pointer_type(tl.uint32))
+        group, lane_group = step * 8 + half * 4 + place // 4 % 4, step * 8 + half * 4 + lane % 4
+        if PAIR:
+            row = block * (B // 2) + place // 128 % (B // 16) * 8 + place // 16 % 8
+            words = tl.where(second == 0, words, pair_words)
+            lane_row = block * (B // 2) + lane // 32 * 8 + lane // 4 % 8
+            lane_pair = lane_row
+        else:
+            row = block * B + place // 128 % (B // 16) * 16 + second * 8 + place // 16 % 8
+            lane_row = block * B + lane // 32 * 16 + lane // 4 % 8
+            lane_pair = lane_row + 8
         inside = (row < outputs) & (group * 32 < channels)
-        words = codes_ptr.to(tl.pointer_type(tl.uint32))
         word = tl.load(words + row * (channels // 8) + group * 4 + place % 4, mask=inside, other=0)
-        row, group = block * B + lane // 32 * 16 + lane // 4 % 8, step * 8 + lane % 4
-        f00 = _scale_byte(scales_ptr, row, group, outputs, channels // 32)
-        f01 = _scale_byte(scales_ptr, row + 8, group, outputs, channels // 32)
-        f10 = _scale_byte(scales_ptr, row, group + 4, outputs, channels // 32)
-        f11 = _scale_byte(scales_ptr, row + 8, group + 4, outputs, channels // 32)
+        first_factor = _scale_byte(scales_ptr, lane_row, lane_group, outputs, channels // 32)
+        second_factor = _scale_byte(pair_scales_ptr, lane_pair, lane_group, outputs, channels // 32)
     # the upper byte of float16 2 ** (exponent - 120), in both halves
-    factor = tl.join(tl.join(f00, f10), tl.join(f01, f11)) * 0x01000100
-    factor = tl.broadcast_to(tl.reshape(tl.permute(factor, (1, 2, 0)), (2, 2, B * 2, 1)), (2, 2, B * 2, 4))
-    w = _decode(tl.reshape(word, (2, 2, B * 2, 4)), factor, TILED)
-    w = tl.reshape(w, (2, 2, B // 16, 8, 4, 4, 2, 2, 2))
+    factor = tl.permute(tl.join(first_factor, second_factor) * 0x01000100, (1, 0))
+    factor = tl.broadcast_to(tl.reshape(factor, (2, B * 2, 1)), (2, B * 2, 4))
+    w = tl.reshape(_decode(tl.reshape(word, (2, B * 2, 4)), factor, TILED), (2, B // 16, 8, 4, 4, 2, 2, 2))
     # the tensor core of wide tiles takes two channels in a row from a thread, that of narrow ones four
-    w = tl.permute(w, (2, 1, 3, 0, 5, 8, 7, 4, 6) if N >= 16 else (2, 1, 3, 0, 5, 8, 4, 7, 6))
-    return tl.reshape(w, (B, 256))
+    w = tl.permute(w, (1, 0, 2, 4, 7, 6, 3, 5) if N >= 16 else (1, 0, 2, 4, 7, 3, 6, 5))
+    return tl.reshape(w, (B, 128))
 
 
 @triton.jit
-def _rows(x_ptr, row, there, width):
-    """Pointers to the first step of rows, and which of them are there: [N, 256]."""
-    return x_ptr + row.to(tl.int64)[:, None] * width + tl.arange(0, 256)[None, :], there[:, None]
-
-
-@triton.jit
-def _add_shares(one, other, part_ptr, arrived_ptr, there, share, place, SPLIT: tl.constexpr):
-    """The sum of all shares of a block, and who is there for the last program to arrive, which adds them in order."""
-    B: tl.constexpr = one.shape[0]
-    N: tl.constexpr = one.shape[1]
-    part = part_ptr + (place * SPLIT * N + tl.arange(0, N)[None, :]) * (2 * B) + tl.arange(0, B)[:, None]
-    tl.store(part + share * (2 * B * N), one, mask=there[None, :])
-    tl.store(part + share * (2 * B * N) + B, other, mask=there[None, :])
-    tl.debug_barrier()
-    there = there & (tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == SPLIT - 1)
-    one = tl.zeros([B, N], tl.float32)
-    other = tl.zeros([B, N], tl.float32)
-    for i in tl.static_range(SPLIT):
-        from_share = part + i * (2 * B * N)
-        one += tl.load(from_share, mask=there[None, :], other=0.0, cache_modifier=".cg")
-        other += tl.load(from_share + B, mask=there[None, :], other=0.0, cache_modifier=".cg")
-    return one, other, there
+def _multiply(
+    x_ptr, row, there, more_row, more_there, codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, steps,
+    outputs, channels, PAIR: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """[B, N] and [B, MORE] float32 products of a block's outputs with rows of `x`."""
+    column = tl.arange(0, 128)[None, :]
+    place = x_ptr + row.to(tl.int64)[:, None] * (steps * 256) + column
+    more_place = x_ptr + more_row.to(tl.int64)[:, None] * (steps * 256) + column
+    total = tl.zeros([B, N], tl.float32)
+    more = tl.zeros([B, MORE if MORE else 16], tl.float32)
+    for step in range(steps):
+        for half in tl.static_range(2):
+            w = _weights(
+                codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, step, half, steps, outputs, channels,
+                PAIR, TILED, B, N,
+            )  # fmt: skip
+            x = tl.load(place + step * 256 + half * 128, mask=there[:, None], other=0.0)
+            total = tl.dot(w, tl.trans(x), total)
+            if MORE:
+                x = tl.load(more_place + step * 256 + half * 128, mask=more_there[:, None], other=0.0)
+                more = tl.dot(w, tl.trans(x), more)
+    return total, more
 
 
 @triton.jit
 def _activate(
-    gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit,
+    total, weights_ptr, inner_ptr, member, there, block, inner_width, limit,
     DTYPE: tl.constexpr, ROUNDED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    B: tl.constexpr = gate.shape[0]
-    N: tl.constexpr = gate.shape[1]
-    gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
-    up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
+    """SwiGLU of rows of eight gates and eight ups by turns, weighted, into permuted rows."""
+    B: tl.constexpr = total.shape[0] // 2
+    N: tl.constexpr = total.shape[1]
+    total = tl.permute(tl.reshape((total * 128.0).to(DTYPE).to(tl.float32), (B // 8, 2, 8, N)), (0, 2, 3, 1))
+    gate, up = tl.split(total)
+    gate = tl.minimum(tl.reshape(gate, (B, N)), limit)
+    up = tl.minimum(tl.maximum(tl.reshape(up, (B, N)), -limit), limit)
     weight = tl.load(weights_ptr + tl.where(there, member, 0), mask=there, other=0.0)
     y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(DTYPE).to(tl.float32))
     if ROUNDED:
@@ -229,78 +251,50 @@ def _activate(
 
 @triton.jit
 def _up_tile(
-    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, part_ptr, arrived_ptr,
-    channels, steps, num_inner, inner_width, k, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr,
-    TILED: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
+    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, channels, steps,
+    num_inner, inner_width, k, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr,
+    B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    block, share = tl.program_id(0), tl.program_id(2)
+    block = tl.program_id(0)
     member = tl.load(member_ptr + tl.arange(0, N))
-    there = member >= 0
-    x_place, x_mask = _rows(x_ptr, tl.where(there, member, 0) // k, there, steps * 256)
-    gate = tl.zeros([B, N], tl.float32)
-    up = tl.zeros([B, N], tl.float32)
-    if EXTRA:
-        more = tl.load(member_ptr + N + tl.arange(0, EXTRA))
-        more_there = more >= 0
-        more_place, more_mask = _rows(x_ptr, tl.where(more_there, more, 0) // k, more_there, steps * 256)
-        more_gate = tl.zeros([B, EXTRA], tl.float32)
-        more_up = tl.zeros([B, EXTRA], tl.float32)
-    for step in range(share * steps // SPLIT, (share + 1) * steps // SPLIT):
-        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
-        w1 = _weights(codes1_ptr, scales1_ptr, block, step, steps, num_inner, channels, B, N, TILED)
-        gate = tl.dot(w1, x, gate)
-        if EXTRA:
-            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
-            more_gate = tl.dot(w1, more_x, more_gate)
-        w3 = _weights(codes3_ptr, scales3_ptr, block, step, steps, num_inner, channels, B, N, TILED)
-        up = tl.dot(w3, x, up)
-        if EXTRA:
-            more_up = tl.dot(w3, more_x, more_up)
-    if SPLIT > 1:
-        place = tl.program_id(1) * tl.num_programs(0) + block
-        gate, up, there = _add_shares(gate, up, part_ptr, arrived_ptr, there, share, place, SPLIT)
-    _activate(gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit, DTYPE, ROUNDED, N)
-    if EXTRA:
-        _activate(
-            more_gate, more_up, weights_ptr, inner_ptr, more, more_there, block, inner_width, limit, DTYPE, ROUNDED, N
-        )
+    more = tl.load(member_ptr + N + tl.arange(0, MORE)) if MORE else member
+    there, more_there = member >= 0, more >= 0
+    total, more_total = _multiply(
+        x_ptr, tl.where(there, member, 0) // k, there, tl.where(more_there, more, 0) // k, more_there,
+        codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, block, steps, num_inner, channels, True, TILED, B, N, MORE,
+    )  # fmt: skip
+    _activate(total, weights_ptr, inner_ptr, member, there, block, inner_width, limit, DTYPE, ROUNDED, N)
+    if MORE:
+        _activate(more_total, weights_ptr, inner_ptr, more, more_there, block, inner_width, limit, DTYPE, ROUNDED, N)
 
 
 @triton.jit
 def _up(
     x_ptr, weights_ptr, tile_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
-    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, words, bytes_, k, limit,
-    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, SPLIT: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, EXTRA: tl.constexpr,
+    channels, steps, num_inner, inner_width, words, bytes_, k, limit,
+    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    MORE: tl.constexpr,
 ):  # fmt: skip
     # `_down` may read the plan as soon as it is announced
     wait()
     announce()
     expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member_ptr += tl.program_id(1) * (N + EXTRA)
+        member_ptr += tl.program_id(1) * (N + MORE)
         codes1_ptr += expert * words
         codes3_ptr += expert * words
         scales1_ptr += expert * bytes_
         scales3_ptr += expert * bytes_
-        if EXTRA:
-            if tl.load(member_ptr + N) >= 0:
-                _up_tile(
-                    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
-                    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
-                    DTYPE, ROUNDED, TILED, SPLIT, B, N, EXTRA,
-                )  # fmt: skip
-            else:
-                _up_tile(
-                    x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
-                    part_ptr, arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
-                    DTYPE, ROUNDED, TILED, SPLIT, B, N, 0,
-                )  # fmt: skip
+        full = tl.load(member_ptr + N) >= 0 if MORE else False
+        if full:
+            _up_tile(
+                x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, channels,
+                steps, num_inner, inner_width, k, limit, DTYPE, ROUNDED, TILED, B, N, MORE,
+            )  # fmt: skip
         else:
             _up_tile(
-                x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, part_ptr,
-                arrived_ptr, channels, steps, num_inner, inner_width, k, limit,
-                DTYPE, ROUNDED, TILED, SPLIT, B, N, 0,
+                x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, channels,
+                steps, num_inner, inner_width, k, limit, DTYPE, ROUNDED, TILED, B, N, 0,
             )  # fmt: skip
 
 
@@ -337,27 +331,18 @@ def _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K:
 @triton.jit
 def _down_tile(
     inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
-    K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
+    K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     member = tl.load(member_ptr + tl.arange(0, N)).to(tl.int64)
-    there = member >= 0
-    x_place, x_mask = _rows(inner_ptr, tl.where(there, member, 0), there, steps * 256)
-    total = tl.zeros([B, N], tl.float32)
-    if EXTRA:
-        more = tl.load(member_ptr + N + tl.arange(0, EXTRA)).to(tl.int64)
-        more_there = more >= 0
-        more_place, more_mask = _rows(inner_ptr, tl.where(more_there, more, 0), more_there, steps * 256)
-        more_total = tl.zeros([B, EXTRA], tl.float32)
-    for step in range(steps):
-        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
-        w = _weights(codes_ptr, scales_ptr, block, step, steps, channels, num_inner, B, N, TILED)
-        total = tl.dot(w, x, total)
-        if EXTRA:
-            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
-            more_total = tl.dot(w, more_x, more_total)
+    more = tl.load(member_ptr + N + tl.arange(0, MORE)).to(tl.int64) if MORE else member
+    there, more_there = member >= 0, more >= 0
+    total, more_total = _multiply(
+        inner_ptr, tl.where(there, member, 0), there, tl.where(more_there, more, 0), more_there,
+        codes_ptr, scales_ptr, codes_ptr, scales_ptr, block, steps, channels, num_inner, False, TILED, B, N, MORE,
+    )  # fmt: skip
     _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K, ADD)
-    if EXTRA:
+    if MORE:
         _keep(more_total, out_ptr, arrived_ptr, y_ptr, more, more_there, block, channels, K, ADD)
 
 
@@ -365,7 +350,7 @@ def _down_tile(
 def _down(
     inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
     words, bytes_, K: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, EXTRA: tl.constexpr,
+    N: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     announce()
     if AHEAD:
@@ -380,24 +365,19 @@ def _down(
         wait()
         expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member_ptr += tl.program_id(1) * (N + EXTRA)
+        member_ptr += tl.program_id(1) * (N + MORE)
         codes_ptr += expert * words
         scales_ptr += expert * bytes_
-        if EXTRA:
-            if tl.load(member_ptr + N) >= 0:
-                _down_tile(
-                    inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
-                    steps, K, ADD, TILED, B, N, EXTRA,
-                )  # fmt: skip
-            else:
-                _down_tile(
-                    inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
-                    steps, K, ADD, TILED, B, N, 0,
-                )  # fmt: skip
+        full = tl.load(member_ptr + N) >= 0 if MORE else False
+        if full:
+            _down_tile(
+                inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
+                K, ADD, TILED, B, N, MORE,
+            )  # fmt: skip
         else:
             _down_tile(
-                inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner,
-                steps, K, ADD, TILED, B, N, 0,
+                inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
+                K, ADD, TILED, B, N, 0,
             )  # fmt: skip
 
 
@@ -430,50 +410,46 @@ def packed_experts(
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     num_choices = num_rows * k
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
-    c = {"N": 16, "extra": 0, "up": (64, 3, 1), "down": (64, 4, True), "ahead": False, "alone": False, **(config or {})}
-    rows, extra = c["N"], c["extra"]
-    capacity = rows + extra
+    c = {"N": 16, "more": 0, "up": (64, 3), "down": (64, 3, True), "ahead": False, "alone": False, **(config or {})}
+    rows, more = c["N"], c["more"]
     # no more tiles than these, however the rows choose
-    num_tiles = num_choices if c["alone"] else min(num_choices, num_experts) + num_choices // capacity
+    num_tiles = num_choices if c["alone"] else min(num_choices, num_experts) + num_choices // (rows + more)
     experts = next_power_of_2(num_experts)
     steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
-    up_block, up_stages, split = c["up"]
+    up_block, up_stages = c["up"]
     down_block, down_stages, add = c["down"]
-    up_grid = triton.cdiv(num_inner, up_block), num_tiles, split
-    down_grid = triton.cdiv(channels, down_block), num_tiles
+    down_blocks = triton.cdiv(channels, down_block)
     new: dict[str, Any] = {"device": u_TD.device}
     # each part aligned, so that one compiled kernel serves all sizes
-    counters = up_grid[0] * num_tiles if split > 1 else 0, down_grid[0] * num_rows if add else 0
-    shares, choices = (-(-n // 16) * 16 for n in counters)
-    parts = [experts, experts, *(-(-n // 16) * 16 for n in (num_choices, num_tiles, num_tiles * capacity))]
-    parts.append(shares + choices)
+    sizes = num_choices, num_tiles, num_tiles * (rows + more), down_blocks * num_rows if add else 0
+    parts = [experts, experts, *(-(-size // 16) * 16 for size in sizes)]
     count, first, rank, tile, member, arrived = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
     x = torch.empty(num_rows, steps * _STEP, dtype=torch.float16, **new)
     chunk = max(16, min(4096, next_power_of_2(num_choices)))
     piece = 1024 if num_rows <= 64 else 8192
-    pieces = max(num_rows * triton.cdiv(steps * _STEP, piece), triton.cdiv(shares + choices, piece))
+    pieces = max(num_rows * triton.cdiv(steps * _STEP, piece), triton.cdiv(parts[-1], piece))
     _plan[(1 + pieces,)](
-        ids_TK, u_TD, x, count, first, rank, tile, member, arrived, num_choices, num_tiles, shares + choices,
-        num_rows, channels, steps * _STEP,
-        A=chunk, E=experts, N=capacity, FORM=rows, ALONE=c["alone"], C=piece, num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
+        ids_TK, u_TD, x, count, first, rank, tile, member, arrived, num_choices, num_tiles, parts[-1], num_rows,
+        channels, steps * _STEP, A=chunk, E=experts, N=rows + more, FORM=rows, ALONE=c["alone"], C=piece,
+        num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
     )  # fmt: skip
     # what no block writes must not be NaN: its weights are zeros
     padded = num_inner % _STEP
     inner = (torch.zeros if padded else torch.empty)(num_choices, inner_steps * _STEP, dtype=torch.float16, **new)
-    part = torch.empty(up_grid[0] * num_tiles * split * rows * 2 * up_block if split > 1 else 0, **new)
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
-    _up[up_grid](
-        x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, part, arrived, channels, steps, num_inner, inner.shape[1],
+    _up[(triton.cdiv(num_inner, up_block // 2), num_tiles)](
+        x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, channels, steps, num_inner, inner.shape[1],
         w1.codes[0].numel(), w1.scales[0].numel(), k, limit,
-        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, SPLIT=split, B=up_block, N=rows, EXTRA=extra,
-        num_warps=up_block // 16, num_stages=up_stages, launch_pdl=AHEAD,
+        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=up_block, N=rows, MORE=more,
+        num_warps=up_block // 16, num_stages=up_stages, launch_pdl=AHEAD, **c.get("options", {}),
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
-    _down[down_grid](
-        inner, tile, member, *w2[:2], choice, arrived[shares:], y_TD, channels, num_inner, inner_steps,
-        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, AHEAD=c["ahead"], TILED=tiled, B=down_block, N=rows, EXTRA=extra,
-        num_warps=down_block // 16, num_stages=down_stages, launch_pdl=AHEAD,
+    _down[(down_blocks, num_tiles)](
+        inner, tile, member, *w2[:2], choice, arrived, y_TD, channels, num_inner, inner_steps,
+        w2.codes[0].numel(), w2.scales[0].numel(),
+        K=k, ADD=add, AHEAD=c["ahead"], TILED=tiled, B=down_block, N=rows, MORE=more,
+        num_warps=down_block // 16, num_stages=down_stages, launch_pdl=AHEAD, **c.get("options", {}),
     )  # fmt: skip
     if not add:
         _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
