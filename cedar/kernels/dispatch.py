@@ -41,6 +41,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "paged_index_scores": {"reference": "indexer", "triton": "paged_indexer"},
     "paged_pool_scores": {"reference": "indexer", "triton": "paged_indexer"},
     "top_entries": {"reference": "indexer", "cpu": "indexer", "triton": "topk"},
+    "block_scores": {"reference": "indexer", "triton": "blocks"},
     "top_members": {"reference": "indexer", "triton": "topk"},
     "store_rows": {"reference": "pages", "triton": "pages"},
     "locate": {"reference": "pages", "triton": "locate"},

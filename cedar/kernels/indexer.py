@@ -92,7 +92,7 @@ def top_entries(score_TE: Tensor, k: int) -> Tensor:
 
 def top_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
     """`candidate_blocks` as numbers: int64 [T, topk_blocks] ascending, -1 where there are fewer."""
-    return top_entries(_block_scores(score_TE, visible_T, block_size), topk_blocks)
+    return top_entries(block_scores(score_TE, visible_T, block_size), topk_blocks)
 
 
 def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
@@ -148,17 +148,12 @@ def candidate_blocks(score_TE: Tensor, visible_T: Tensor, *, block_size: int, to
     num_rows, num_entries = score_TE.shape
     if num_entries == 0:
         return torch.zeros(num_rows, 0, dtype=torch.bool, device=score_TE.device)
-    return topk_mask(_block_scores(score_TE, visible_T, block_size), topk_blocks)
+    return topk_mask(block_scores(score_TE, visible_T, block_size), topk_blocks)
 
 
-def _block_scores(score_TE: Tensor, visible_T: Tensor, block_size: int) -> Tensor:
-    """The best member of each block; infinity for the block of the newest visible entry."""
-    padded = torch.nn.functional.pad(score_TE, (0, -score_TE.shape[-1] % block_size), value=-torch.inf)
-    block_TN = padded.unflatten(-1, (-1, block_size)).amax(-1)
-    newest_T1 = (visible_T.unsqueeze(-1) - 1).clamp(min=0) // block_size
-    has_any_T1 = (visible_T > 0).unsqueeze(-1)
-    forced_TN = (torch.arange(block_TN.shape[-1], device=score_TE.device) == newest_T1) & has_any_T1
-    return block_TN.masked_fill(forced_TN, torch.inf)
+def block_scores(score_TE: Tensor, visible_T: Tensor, block_size: int) -> Tensor:
+    """The best member of each block [T, N]; infinity for the block of the newest visible entry."""
+    return select("block_scores", score_TE)(score_TE, visible_T, block_size)
 
 
 def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor) -> Tensor:

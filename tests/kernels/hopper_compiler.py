@@ -93,6 +93,7 @@ def call_all(size: dict[str, int]) -> None:
     """Every wrapper once."""
     from cedar.kernels.triton import (
         advance,
+        blocks,
         compress,
         engram,
         feed,
@@ -133,6 +134,13 @@ def call_all(size: dict[str, int]) -> None:
     paged_indexer.paged_pool_scores(index, cos, cos, weight, keys, row, block, 8)
     topk.top_entries(torch.zeros(rows, size["entries"]), size["topk"])
     topk.top_members(torch.zeros(rows, 128), size["topk"], block, 8)
+    # the release's heads over both kinds of its pages, and rows of several tiles
+    index, weight = torch.zeros(rows, 32, 128, **half), torch.zeros(rows, 32, **half)
+    for per_page in (64, 128):
+        pages_of = Paged(_stored(FP4_INDEX, 3, per_page, 128), torch.zeros(3, 8, dtype=torch.int64), row)
+        paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, size["entries"])
+        paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, block, 8)
+    topk.top_entries(torch.zeros(rows, 2**17), 512)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)
@@ -161,6 +169,8 @@ def call_all(size: dict[str, int]) -> None:
     many = torch.zeros(384, hidden, **half), torch.zeros(384), torch.zeros(384)
     route.route(u, present, *many, 6, 1.5)
     gates.swiglu_round(torch.zeros(rows, 2 * inner, **half), 10.0, FP8)
+    blocks.block_scores(torch.zeros(rows, size["entries"]), row, 8)
+    gates.add_round(torch.zeros(rows, hidden), u)
     feed.feed(u, ids, weights, matrices, 10.0, True)
     inner_up, inner_down = (
         Packed(
@@ -173,8 +183,9 @@ def call_all(size: dict[str, int]) -> None:
         packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
-    for count in (rows, 32, 64, 128, 512):
-        packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
+    for count in (rows, 64, 512):
+        for spec in (FP8, None):
+            packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, spec)
     packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
     packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
     sublayer = Sublayer(

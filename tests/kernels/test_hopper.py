@@ -16,7 +16,8 @@ EXPECTED = {
     "_attend", "_join", "_scores", "_select", "_store_normed", "_grouped_linear", "_norm_round", "_route", "_up",
     "_down", "_advance", "_share_streams", "_join_shares", "_stream_rows", "_tile_products", "_mix_rows", "_memory",
     "_gate", "_split_latent", "_pool_pairs", "_look_back", "_plan", "_locate", "_draw_rows", "_packed_linear",
-    "_router_shares", "_choose_many", "_swiglu_round", "_widen", "_attend_wide",
+    "_coded_linear", "_router_shares", "_choose_many", "_swiglu_round", "_add_round", "_block_scores", "_widen",
+    "_attend_wide",
 }  # fmt: skip
 
 

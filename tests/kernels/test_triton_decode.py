@@ -461,6 +461,19 @@ def test_route_names_experts_for_rows_that_are_not_finite(device: str, count: in
     assert bool(((ids >= 0) & (ids < count)).all())
 
 
+@pytest.mark.parametrize(
+    ("rows", "entries", "size"),
+    [(5, 37, 8), (2, 5000, 8), (3, 9, 4), (2, 10, 3), release(32, 2**17, 8), release(1, 2**20, 8)],
+)
+def test_block_scores(device: str, rows: int, entries: int, size: int) -> None:
+    score = torch.randn(rows, entries + 3, device=device)[:, :entries]
+    # a row that sees nothing, one that sees all, and what lies between
+    visible = torch.linspace(0, entries, rows, device=device).long()
+    score = score.masked_fill(torch.arange(entries, device=device) >= visible[:, None], -torch.inf)
+    got, want = both(lambda: indexer.block_scores(score, visible, size))
+    assert torch.equal(got, want)
+
+
 def test_add_round(device: str, dtype: torch.dtype) -> None:
     first, second = torch.randn(3, 544, device=device), torch.randn(3, 544, device=device).to(dtype)
     got, want = both(lambda: dense.add_round(first, second))

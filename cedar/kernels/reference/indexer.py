@@ -67,6 +67,15 @@ def top_entries(score_TE: Tensor, k: int) -> Tensor:
     return ops.mask_to_index(ops.topk_mask(score_TE, k), k)
 
 
+def block_scores(score_TE: Tensor, visible_T: Tensor, block_size: int) -> Tensor:
+    padded = torch.nn.functional.pad(score_TE, (0, -score_TE.shape[-1] % block_size), value=-torch.inf)
+    block_TN = padded.unflatten(-1, (-1, block_size)).amax(-1)
+    newest_T1 = (visible_T.unsqueeze(-1) - 1).clamp(min=0) // block_size
+    has_any_T1 = (visible_T > 0).unsqueeze(-1)
+    forced_TN = (torch.arange(block_TN.shape[-1], device=score_TE.device) == newest_T1) & has_any_T1
+    return block_TN.masked_fill(forced_TN, torch.inf)
+
+
 def top_members(score_TP: Tensor, k: int, block_TN: Tensor, block_size: int) -> Tensor:
     place_TK = top_entries(score_TP, k)
     safe_TK = place_TK.clamp(min=0)
