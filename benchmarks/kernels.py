@@ -109,14 +109,15 @@ class Clock:
     """Times calls with a cold L2."""
 
     def __init__(self) -> None:
-        # more than the cache holds, written anew before each call
-        self._buffer = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
+        # more than the cache holds, read before each call: lines that were written would go back to memory during it
+        self._buffer = torch.randn(64 * 2**20, device=DEVICE)
+        self._total = torch.empty((), device=DEVICE)
         self._flush_us = statistics.median(_times(_captured(self._pairs(None)), 9)) / _PAIRS
 
     def _pairs(self, call: Callable[[], object] | None) -> Callable[[], object]:
         def run() -> None:
             for _ in range(_PAIRS):
-                self._buffer.fill_(1)
+                torch.sum(self._buffer, 0, out=self._total)
                 if call is not None:
                     call()
 
