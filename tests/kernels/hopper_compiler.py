@@ -141,6 +141,7 @@ def call_all(size: dict[str, int]) -> None:
         paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, size["entries"])
         paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, block, 8)
     topk.top_entries(torch.zeros(rows, 2**17), 512)
+    topk.top_members(torch.zeros(rows, 2**15), 512, torch.zeros(rows, 2**12, dtype=torch.int64), 8)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)

@@ -350,7 +350,7 @@ def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int
 @pytest.mark.parametrize(
     ("columns", "k"),
     [
-        *((1, 4), (40, 16), (700, 16), (300, 300), (1100, 5), (30, 8193)),
+        *((1, 4), (40, 16), (400, 16), (300, 300), (520, 5), (30, 8193)),
         *(release(columns, 512) for columns in (4096, 16384, 16385, 2**20)),
         release(131072, 2048),
     ],
