@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.pages import Paged, Stored
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, HOPPER, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.stored import e2m1_planes, e4m3_half, e4m3_value, e8m0_half, e8m0_value
 from cedar.kernels.triton.wide_attention import _attend_wide
@@ -27,7 +27,7 @@ FORWARD_ONLY = ("paged_attention",)
 # programs that fill a Hopper chip
 _PROGRAMS = 132
 # warp groups multiply on Hopper alone; without a GPU kernels are compiled for it
-_WIDE = AHEAD and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
+_WIDE = HOPPER and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
 
 
 def fits(op: str, query: Tensor) -> bool:
