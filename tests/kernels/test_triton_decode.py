@@ -165,10 +165,9 @@ def poisoned() -> Iterator[None]:
     ("rows", "channels", "kernel"),
     [
         # one launch; tiles of rows and shares of channels, the last not whole; rows by chunks, then tiles' products
-        (3, 32, "row"),
-        (3, 160, "row"),
-        (17, 160, "shares"),
-        (17, 160, "rows"),
+        (2, 96, "row"),
+        (17, 96, "shares"),
+        (17, 96, "rows"),
         *(release(rows, 5120, "chosen") for rows in (1, 3, 40, 300, 1100)),
         release(70, 256, "chosen"),
         release(2, 8192, "chosen"),
@@ -185,10 +184,13 @@ def test_advance(
 ) -> None:
     from cedar.kernels.triton import advance
 
+    if device == "cpu" and not (fresh and dtype == torch.float32):
+        # one case of two tiles is enough for the interpreter
+        rows = min(rows, 3)
     if kernel in ("shares", "rows"):
         monkeypatch.setattr(advance, "_NARROW", 0)
         monkeypatch.setattr(advance, "_FEW_WIDE_ROWS", 0 if kernel == "rows" else 64)
-        monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=64, programs=12, chunk=64))
+        monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=128, programs=4, chunk=64))
     streams, y = (
         torch.randn(rows, 4, channels, device=device).to(dtype),
         torch.randn(rows, channels, device=device).to(dtype),
@@ -202,7 +204,7 @@ def test_advance(
         torch.tensor([0.5, 1.0, 2.0], device=device),
         base,
         torch.randn(channels, device=device).to(dtype),
-        20 if device == "cuda" else 6,
+        20 if device == "cuda" else 3,
         1e-6,
         1e-20,
         1e-20,
@@ -410,7 +412,7 @@ def test_advance_projected(device: str, dtype: torch.dtype, rows: int, channels:
     assert (got[1] - want[1]).norm() <= (0.05 if dtype == torch.float32 or device == "cuda" else 0.3) * want[1].norm()
 
 
-@pytest.mark.parametrize(("rows", "channels", "inner"), [(2, 96, 64), release(1, 256, 160), release(4, 256, 160)])
+@pytest.mark.parametrize(("rows", "channels", "inner"), [(1, 96, 32), release(1, 256, 160), release(4, 256, 160)])
 def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, inner: int) -> None:
     streams, y = (torch.randn(rows, *shape, device=device).to(dtype) for shape in ((4, channels), (channels,)))
     premix, post, mixing = (torch.rand(rows, *shape, device=device) for shape in ((4,), (4,), (4, 4)))
@@ -418,10 +420,13 @@ def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, 
     sublayer = mhc.Sublayer(
         fn, torch.ones(3, device=device), torch.zeros(24, device=device), gain, 3, 1e-6, 1e-20, 1e-20
     )
-    weight = torch.randn(7, channels, device=device)
-    router = experts.Router(weight, torch.zeros(7, device=device), torch.randn(7, device=device), 2, 1.5)
+    num_experts = 3 if device == "cpu" else 7
+    weight = torch.randn(num_experts, channels, device=device)
+    router = experts.Router(
+        weight, torch.zeros(num_experts, device=device), torch.randn(num_experts, device=device), 2, 1.5
+    )
     image = torch.tensor([False, True, False, True], device=device)[:rows]
-    pairs = (7, inner, channels), (7, inner, channels), (7, channels, inner)
+    pairs = (num_experts, inner, channels), (num_experts, inner, channels), (num_experts, channels, inner)
     shapes = *pairs, *(pair[1:] for pair in pairs)
     matrices = experts.Weights(*((torch.randn(shape, device=device) * 0.1).to(dtype) for shape in shapes))
     arguments = y, streams, post, mixing, premix, sublayer, FP8, router, image, matrices
