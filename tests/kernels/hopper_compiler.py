@@ -186,9 +186,8 @@ def call_all(size: dict[str, int]) -> None:
         packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
-    for count in (rows, 64, 512):
-        for spec in (FP8, None):
-            packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, spec)
+    for count in (rows, 32, 64, 512):
+        packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
     packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
     packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
     sublayer = Sublayer(

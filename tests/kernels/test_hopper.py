@@ -19,7 +19,6 @@ EXPECTED = {
     "_attend_wide",
     "_block_scores",
     "_choose_many",
-    "_coded_linear",
     "_down",
     "_draw_rows",
     "_gate",

@@ -655,9 +655,8 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
     ("rows", "channels", "outputs"),
     [
         (1, 96, 40),
-        (17, 1056, 33),
-        (35, 384, 72),
-        (300, 160, 48),
+        (17, 544, 33),
+        (35, 160, 72),
         release(1, 1280, 32768),
         release(40, 5120, 1792),
         release(128, 8192, 5120),
@@ -671,8 +670,9 @@ def test_packed_linear(device: str, dtype: torch.dtype, rows: int, channels: int
     codes, tiles = fp8.quantize_tiles(torch.randn(outputs, channels, device=device) * scales)
     got, want = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
     assert packed_error(got, want, dtype, device) < 1.0
-    again, _ = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
-    assert torch.equal(got, again)
+    if device == "cuda":
+        again, _ = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
+        assert torch.equal(got, again)
 
 
 def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> float:
@@ -683,12 +683,12 @@ def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> 
     return max(float((one - other).norm() / other.norm()) for one, other in parts) / allowed
 
 
-def test_packed_linear_reads_every_code_and_scale(device: str) -> None:
-    x = torch.eye(64, device=device)[:9]
-    codes = torch.arange(9 * 256, device=device).view(32, 72)[:, :64].contiguous() % 127
+def test_packed_linear_reads_every_code_and_scale(device: str, dtype: torch.dtype) -> None:
+    x = torch.eye(64, device=device, dtype=dtype)
+    codes = torch.arange(32 * 64, device=device).view(32, 64) % 127
     codes[1::2] += 128
     codes = codes.to(torch.uint8)
-    for exponent in (70, 100, 127, 190):
+    for exponent in (70, 127, 190):
         tiles = torch.tensor([[exponent, 127]], dtype=torch.uint8, device=device)
         got, want = both(lambda tiles=tiles: dense.packed_linear(x, codes, tiles, None))
         assert torch.equal(got, want)
@@ -697,11 +697,21 @@ def test_packed_linear_reads_every_code_and_scale(device: str) -> None:
 @pytest.mark.parametrize("rounded", [True, False])
 @pytest.mark.parametrize(
     ("rows", "groups", "channels", "outputs"),
-    [(3, 2, 64, 32), (300, 3, 96, 64), release(1, 8, 4096, 1024), release(64, 8, 4096, 1024)],
+    [(3, 2, 64, 32), (5, 3, 96, 64), release(1, 8, 4096, 1024), release(64, 8, 4096, 1024)],
 )
 def test_packed_grouped_linear(
-    device: str, dtype: torch.dtype, rows: int, groups: int, channels: int, outputs: int, rounded: bool
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    groups: int,
+    channels: int,
+    outputs: int,
+    rounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if rows == 5:
+        # as if these were many rows: through a passing copy
+        monkeypatch.setattr("cedar.kernels.triton.packed_linear._MAX_ROWS", 4)
     x = torch.randn(rows, groups, channels, device=device).to(dtype)
     packed = [fp8.quantize_tiles(torch.randn(outputs, channels, device=device)) for _ in range(groups)]
     codes, tiles = (torch.stack(parts) for parts in zip(*packed, strict=True))
