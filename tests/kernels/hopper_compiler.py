@@ -184,6 +184,9 @@ def call_all(size: dict[str, int]) -> None:
     )
     for up, down in ((inner_up, inner_down), (retile(inner_up), retile(inner_down))):
         packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
+    # wider tiles; the widest take 20 s
+    many = (tensor.repeat(2 * num_experts, 1) for tensor in (u, ids, weights))
+    packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
     for count in (rows, 32, 64, 512):

@@ -6,12 +6,12 @@ and multiplied by their scale in place, and never pass shared memory as numbers.
 product is free, so the channels of `x` are permuted once instead (`_position`), and nothing is shuffled.
 
 A choices (rows times experts a row), E experts, D channels, I inner channels, B outputs of a program, N rows of a
-tile. A step is 256 channels, a block 64 outputs.
+tile, to which EXTRA more come where an expert has them. A step is 256 channels, a block 64 outputs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,22 +19,23 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
-from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_experts", "unavailable"]
 
 FORWARD_ONLY = ("packed_experts",)
-_MAX_CHOICES, _MAX_EXPERTS = 65536, 512
+# of one launch, and the rows whose choices `_down` adds itself
+_MAX_CHOICES, _FEW_ROWS = 65536, 128
+_MAX_EXPERTS = 512
 _STEP = 256
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def fits(op: str, u: Tensor, codes: Tensor, ids: Tensor) -> bool:
-    """At most 65,536 choices of 512 experts, whole groups of 32 channels."""
-    whole = u.shape[1] % 32 == 0
-    return whole and 0 < ids.numel() <= _MAX_CHOICES and codes.shape[0] <= _MAX_EXPERTS and is_half_or_float(u)
+    """At most 512 experts, whole groups of 32 channels."""
+    return u.shape[1] % 32 == 0 and ids.numel() > 0 and codes.shape[0] <= _MAX_EXPERTS and is_half_or_float(u)
 
 
 @triton.jit
@@ -57,48 +58,39 @@ def _position(channel, N: tl.constexpr):
 def _plan(
     ids_ptr, u_ptr, x_ptr, count_ptr, first_ptr, rank_ptr, tile_ptr, member_ptr, arrived_ptr, num_choices, num_tiles,
     num_arrived, num_rows, channels, width,
-    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, ALONE: tl.constexpr, C: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The first program sorts the choices; each other one permutes C channels of a row, and zeroes C counters."""
     follow()
     if tl.program_id(0) == 0:
-        if ALONE:
-            # so few that two of them rarely meet: each is a tile
-            choice = tl.arange(0, A)
+        expert = tl.arange(0, E)
+        tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
+        for start in range(0, num_tiles * N, A):
+            place = start + tl.arange(0, A)
+            tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
+            tl.store(tile_ptr + place, -1, mask=place < num_tiles)
+        tl.debug_barrier()
+        count = tl.zeros([E], tl.int32)
+        for start in range(0, num_choices, A):
+            choice = start + tl.arange(0, A)
             known = choice < num_choices
-            tl.store(tile_ptr + choice, tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32), mask=known)
-            lone = tl.arange(0, N)[None, :] == 0
-            place = choice[:, None] * N + tl.arange(0, N)[None, :]
-            tl.store(member_ptr + place, tl.where(lone, choice[:, None], -1), mask=known[:, None])
-        else:
-            expert = tl.arange(0, E)
-            tl.store(count_ptr + expert, tl.zeros([E], tl.int32))
-            for start in range(0, num_tiles * N, A):
-                place = start + tl.arange(0, A)
-                tl.store(member_ptr + place, -1, mask=place < num_tiles * N)
-                tl.store(tile_ptr + place, -1, mask=place < num_tiles)
-            tl.debug_barrier()
-            count = tl.zeros([E], tl.int32)
-            for start in range(0, num_choices, A):
-                choice = start + tl.arange(0, A)
-                known = choice < num_choices
-                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-                count += tl.histogram(ids, E, mask=known)
-                # any order will do: a row's sum does not depend on its place in a tile
-                tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
-            tiles = (count + N - 1) // N
-            first = tl.cumsum(tiles, axis=0) - tiles
-            tl.store(first_ptr + expert, first)
-            for tile in range(tl.max(tiles, axis=0)):
-                tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
-            tl.debug_barrier()
-            for start in range(0, num_choices, A):
-                choice = start + tl.arange(0, A)
-                known = choice < num_choices
-                ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-                rank = tl.load(rank_ptr + choice, mask=known, other=0)
-                place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
-                tl.store(member_ptr + place, choice, mask=known)
+            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+            count += tl.histogram(ids, E, mask=known)
+            # any order will do: a row's sum does not depend on its place in a tile
+            tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+        tiles = (count + N - 1) // N
+        first = tl.cumsum(tiles, axis=0) - tiles
+        tl.store(first_ptr + expert, first)
+        for tile in range(tl.max(tiles, axis=0)):
+            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
+        tl.debug_barrier()
+        for start in range(0, num_choices, A):
+            choice = start + tl.arange(0, A)
+            known = choice < num_choices
+            ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+            rank = tl.load(rank_ptr + choice, mask=known, other=0)
+            place = tl.load(first_ptr + ids, mask=known, other=0) * N + rank
+            tl.store(member_ptr + place, choice, mask=known)
     else:
         piece = tl.program_id(0) - 1
         pieces = tl.cdiv(width, C)
@@ -151,95 +143,55 @@ def _scale_byte(scales_ptr, row, group, outputs, groups):
 
 @triton.jit
 def _weights(
-    codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, step, half, steps, outputs, channels,
-    PAIR: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """[B, 128] float16, 2**-7 of the weights of a block's outputs in half of a step's channels, permuted.
-
-    Sixteen rows are sixteen outputs, or eight outputs of two matrices.
-    """
-    # words by (first or second eight of sixteen rows, sixteen of B, row of eight, group of four, word of four)
-    place, lane = tl.arange(0, B * 16), tl.arange(0, B * 2)
-    second = place // (B * 8)
+    codes_ptr, scales_ptr, block, step, steps, outputs, channels, B: tl.constexpr, N: tl.constexpr, TILED: tl.constexpr
+):
+    """[B, 256] float16, 2**-7 of the weights of a block's outputs in a step's channels, permuted."""
+    # (half of the step, half of sixteen outputs, lane, word); a lane is (sixteen of B, output of eight, group of four)
+    place = tl.arange(0, B * 32)
+    lane = tl.arange(0, B * 2)
     if TILED:
-        if PAIR:
-            # eights of outputs: an odd one is the second of sixteen
-            eight, lane_eight = block * (B // 16) + place // 128 % (B // 16), block * (B // 16) + lane // 32
-            start = (eight // 8 * steps + step) * 2048 + eight % 2 * 512 + eight % 8 // 2 * 128
-            word = tl.load(tl.where(second == 0, codes_ptr, pair_codes_ptr) + start + half * 1024 + place % 128)
-            at = (lane_eight // 8 * steps + step) * 128 + lane_eight % 8 // 2 * 32 + lane % 32
-            shift = (lane_eight % 2 * 8).to(tl.uint32) + half * 16
-            first_factor = tl.load(scales_ptr + at).to(tl.uint32, bitcast=True) >> shift & 0xFF
-            second_factor = tl.load(pair_scales_ptr + at).to(tl.uint32, bitcast=True) >> shift & 0xFF
-        else:
-            start = ((block * (B // 64) + place // 512 % (B // 64)) * steps + step) * 2048 + second * 512
-            word = tl.load(codes_ptr + start + half * 1024 + place % 512)
-            scale = tl.load(scales_ptr + ((block * (B // 64) + lane // 128) * steps + step) * 128 + lane % 128)
-            scale = scale.to(tl.uint32, bitcast=True) >> half * 16
-            first_factor, second_factor = scale & 0xFF, scale >> 8 & 0xFF
-        word = word.to(tl.uint32, bitcast=True)
+        start = (block * (B // 64) + place // 512 % (B // 64)) * steps + step
+        word = tl.load(codes_ptr + start * 2048 + place // (B * 8) * 512 + place % 512).to(tl.uint32, bitcast=True)
+        scale = tl.load(scales_ptr + ((block * (B // 64) + lane // 128) * steps + step) * 128 + lane % 128)
+        scale = scale.to(tl.uint32, bitcast=True)
+        f00, f01, f10, f11 = scale & 0xFF, (scale >> 8) & 0xFF, (scale >> 16) & 0xFF, scale >> 24
     else:
-        words, pair_words = codes_ptr.to(tl.pointer_type(tl.uint32)), pair_codes_ptr.to(tl.pointer_type(tl.uint32))
-        group, lane_group = step * 8 + half * 4 + place // 4 % 4, step * 8 + half * 4 + lane % 4
-        if PAIR:
-            row = block * (B // 2) + place // 128 % (B // 16) * 8 + place // 16 % 8
-            words = tl.where(second == 0, words, pair_words)
-            lane_row = block * (B // 2) + lane // 32 * 8 + lane // 4 % 8
-            lane_pair = lane_row
-        else:
-            row = block * B + place // 128 % (B // 16) * 16 + second * 8 + place // 16 % 8
-            lane_row = block * B + lane // 32 * 16 + lane // 4 % 8
-            lane_pair = lane_row + 8
+        row = block * B + place // 128 % (B // 16) * 16 + place // (B * 8) % 2 * 8 + place // 16 % 8
+        group = step * 8 + place // (B * 16) * 4 + place // 4 % 4
         inside = (row < outputs) & (group * 32 < channels)
+        words = codes_ptr.to(tl.pointer_type(tl.uint32))
         word = tl.load(words + row * (channels // 8) + group * 4 + place % 4, mask=inside, other=0)
-        first_factor = _scale_byte(scales_ptr, lane_row, lane_group, outputs, channels // 32)
-        second_factor = _scale_byte(pair_scales_ptr, lane_pair, lane_group, outputs, channels // 32)
+        row, group = block * B + lane // 32 * 16 + lane // 4 % 8, step * 8 + lane % 4
+        f00 = _scale_byte(scales_ptr, row, group, outputs, channels // 32)
+        f01 = _scale_byte(scales_ptr, row + 8, group, outputs, channels // 32)
+        f10 = _scale_byte(scales_ptr, row, group + 4, outputs, channels // 32)
+        f11 = _scale_byte(scales_ptr, row + 8, group + 4, outputs, channels // 32)
     # the upper byte of float16 2 ** (exponent - 120), in both halves
-    factor = tl.permute(tl.join(first_factor, second_factor) * 0x01000100, (1, 0))
-    factor = tl.broadcast_to(tl.reshape(factor, (2, B * 2, 1)), (2, B * 2, 4))
-    w = tl.reshape(_decode(tl.reshape(word, (2, B * 2, 4)), factor, TILED), (2, B // 16, 8, 4, 4, 2, 2, 2))
+    factor = tl.join(tl.join(f00, f10), tl.join(f01, f11)) * 0x01000100
+    factor = tl.broadcast_to(tl.reshape(tl.permute(factor, (1, 2, 0)), (2, 2, B * 2, 1)), (2, 2, B * 2, 4))
+    w = _decode(tl.reshape(word, (2, 2, B * 2, 4)), factor, TILED)
+    w = tl.reshape(w, (2, 2, B // 16, 8, 4, 4, 2, 2, 2))
     # the tensor core of wide tiles takes two channels in a row from a thread, that of narrow ones four
-    w = tl.permute(w, (1, 0, 2, 4, 7, 6, 3, 5) if N >= 16 else (1, 0, 2, 4, 7, 3, 6, 5))
-    return tl.reshape(w, (B, 128))
+    w = tl.permute(w, (2, 1, 3, 0, 5, 8, 7, 4, 6) if N >= 16 else (2, 1, 3, 0, 5, 8, 4, 7, 6))
+    return tl.reshape(w, (B, 256))
 
 
 @triton.jit
-def _multiply(
-    x_ptr, row, there, more_row, more_there, codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, steps,
-    outputs, channels, PAIR: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
-):  # fmt: skip
-    """[B, N] and [B, MORE] float32 products of a block's outputs with rows of `x`."""
-    column = tl.arange(0, 128)[None, :]
-    place = x_ptr + row.to(tl.int64)[:, None] * (steps * 256) + column
-    more_place = x_ptr + more_row.to(tl.int64)[:, None] * (steps * 256) + column
-    total = tl.zeros([B, N], tl.float32)
-    more = tl.zeros([B, MORE if MORE else 16], tl.float32)
-    for step in range(steps):
-        for half in tl.static_range(2):
-            w = _weights(
-                codes_ptr, scales_ptr, pair_codes_ptr, pair_scales_ptr, block, step, half, steps, outputs, channels,
-                PAIR, TILED, B, N,
-            )  # fmt: skip
-            x = tl.load(place + step * 256 + half * 128, mask=there[:, None], other=0.0)
-            total = tl.dot(w, tl.trans(x), total)
-            if MORE:
-                x = tl.load(more_place + step * 256 + half * 128, mask=more_there[:, None], other=0.0)
-                more = tl.dot(w, tl.trans(x), more)
-    return total, more
+def _rows(x_ptr, row, there, width):
+    """Pointers to the first step of rows, and which of them are there: [N, 256]."""
+    return x_ptr + row.to(tl.int64)[:, None] * width + tl.arange(0, 256)[None, :], there[:, None]
 
 
 @triton.jit
 def _activate(
-    total, weights_ptr, inner_ptr, member, there, block, inner_width, limit,
+    gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit,
     DTYPE: tl.constexpr, ROUNDED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of rows of eight gates and eight ups by turns, weighted, into permuted rows."""
-    B: tl.constexpr = total.shape[0] // 2
-    N: tl.constexpr = total.shape[1]
-    total = tl.permute(tl.reshape((total * 128.0).to(DTYPE).to(tl.float32), (B // 8, 2, 8, N)), (0, 2, 3, 1))
-    gate, up = tl.split(total)
-    gate = tl.minimum(tl.reshape(gate, (B, N)), limit)
-    up = tl.minimum(tl.maximum(tl.reshape(up, (B, N)), -limit), limit)
+    """SwiGLU times the routing weight, rounded, into permuted rows."""
+    B: tl.constexpr = gate.shape[0]
+    N: tl.constexpr = gate.shape[1]
+    gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
+    up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
     weight = tl.load(weights_ptr + tl.where(there, member, 0), mask=there, other=0.0)
     y = tl.trans((gate * tl.sigmoid(gate) * up * weight[None, :]).to(DTYPE).to(tl.float32))
     if ROUNDED:
@@ -253,19 +205,36 @@ def _activate(
 def _up_tile(
     x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, channels, steps,
     num_inner, inner_width, k, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr,
-    B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
+    B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     member = tl.load(member_ptr + tl.arange(0, N))
-    more = tl.load(member_ptr + N + tl.arange(0, MORE)) if MORE else member
-    there, more_there = member >= 0, more >= 0
-    total, more_total = _multiply(
-        x_ptr, tl.where(there, member, 0) // k, there, tl.where(more_there, more, 0) // k, more_there,
-        codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, block, steps, num_inner, channels, True, TILED, B, N, MORE,
-    )  # fmt: skip
-    _activate(total, weights_ptr, inner_ptr, member, there, block, inner_width, limit, DTYPE, ROUNDED, N)
-    if MORE:
-        _activate(more_total, weights_ptr, inner_ptr, more, more_there, block, inner_width, limit, DTYPE, ROUNDED, N)
+    there = member >= 0
+    x_place, x_mask = _rows(x_ptr, tl.where(there, member, 0) // k, there, steps * 256)
+    gate = tl.zeros([B, N], tl.float32)
+    up = tl.zeros([B, N], tl.float32)
+    if EXTRA:
+        more = tl.load(member_ptr + N + tl.arange(0, EXTRA))
+        more_there = more >= 0
+        more_place, more_mask = _rows(x_ptr, tl.where(more_there, more, 0) // k, more_there, steps * 256)
+        more_gate = tl.zeros([B, EXTRA], tl.float32)
+        more_up = tl.zeros([B, EXTRA], tl.float32)
+    for step in range(steps):
+        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
+        w1 = _weights(codes1_ptr, scales1_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+        gate = tl.dot(w1, x, gate)
+        if EXTRA:
+            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
+            more_gate = tl.dot(w1, more_x, more_gate)
+        w3 = _weights(codes3_ptr, scales3_ptr, block, step, steps, num_inner, channels, B, N, TILED)
+        up = tl.dot(w3, x, up)
+        if EXTRA:
+            more_up = tl.dot(w3, more_x, more_up)
+    _activate(gate, up, weights_ptr, inner_ptr, member, there, block, inner_width, limit, DTYPE, ROUNDED, N)
+    if EXTRA:
+        _activate(
+            more_gate, more_up, weights_ptr, inner_ptr, more, more_there, block, inner_width, limit, DTYPE, ROUNDED, N
+        )
 
 
 @triton.jit
@@ -273,23 +242,22 @@ def _up(
     x_ptr, weights_ptr, tile_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr,
     channels, steps, num_inner, inner_width, words, bytes_, k, limit,
     DTYPE: tl.constexpr, ROUNDED: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-    MORE: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):  # fmt: skip
-    # `_down` may read the plan as soon as it is announced
-    wait()
-    announce()
+    follow()
     expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member_ptr += tl.program_id(1) * (N + MORE)
+        member_ptr += tl.program_id(1) * (N + EXTRA)
         codes1_ptr += expert * words
         codes3_ptr += expert * words
         scales1_ptr += expert * bytes_
         scales3_ptr += expert * bytes_
-        full = tl.load(member_ptr + N) >= 0 if MORE else False
+        # a tile without more rows than N is a narrower product
+        full = tl.load(member_ptr + N) >= 0 if EXTRA else False
         if full:
             _up_tile(
                 x_ptr, weights_ptr, member_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, channels,
-                steps, num_inner, inner_width, k, limit, DTYPE, ROUNDED, TILED, B, N, MORE,
+                steps, num_inner, inner_width, k, limit, DTYPE, ROUNDED, TILED, B, N, EXTRA,
             )  # fmt: skip
         else:
             _up_tile(
@@ -299,16 +267,8 @@ def _up(
 
 
 @triton.jit
-def _fetch_ahead(ptr):
-    """Ask for cache lines; no value comes back."""
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K: tl.constexpr, ADD: tl.constexpr):
+    """Stores the outputs of choices and, with ADD, the sums of rows that are complete."""
     B: tl.constexpr = total.shape[0]
     channel = block * B + tl.arange(0, B)
     known = (channel < channels)[None, :]
@@ -331,48 +291,47 @@ def _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K:
 @triton.jit
 def _down_tile(
     inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
-    K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr,
+    K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     member = tl.load(member_ptr + tl.arange(0, N)).to(tl.int64)
-    more = tl.load(member_ptr + N + tl.arange(0, MORE)).to(tl.int64) if MORE else member
-    there, more_there = member >= 0, more >= 0
-    total, more_total = _multiply(
-        inner_ptr, tl.where(there, member, 0), there, tl.where(more_there, more, 0), more_there,
-        codes_ptr, scales_ptr, codes_ptr, scales_ptr, block, steps, channels, num_inner, False, TILED, B, N, MORE,
-    )  # fmt: skip
+    there = member >= 0
+    x_place, x_mask = _rows(inner_ptr, tl.where(there, member, 0), there, steps * 256)
+    total = tl.zeros([B, N], tl.float32)
+    if EXTRA:
+        more = tl.load(member_ptr + N + tl.arange(0, EXTRA)).to(tl.int64)
+        more_there = more >= 0
+        more_place, more_mask = _rows(inner_ptr, tl.where(more_there, more, 0), more_there, steps * 256)
+        more_total = tl.zeros([B, EXTRA], tl.float32)
+    for step in range(steps):
+        x = tl.trans(tl.load(x_place + step * 256, mask=x_mask, other=0.0))
+        w = _weights(codes_ptr, scales_ptr, block, step, steps, channels, num_inner, B, N, TILED)
+        total = tl.dot(w, x, total)
+        if EXTRA:
+            more_x = tl.trans(tl.load(more_place + step * 256, mask=more_mask, other=0.0))
+            more_total = tl.dot(w, more_x, more_total)
     _keep(total, out_ptr, arrived_ptr, y_ptr, member, there, block, channels, K, ADD)
-    if MORE:
+    if EXTRA:
         _keep(more_total, out_ptr, arrived_ptr, y_ptr, more, more_there, block, channels, K, ADD)
 
 
 @triton.jit
 def _down(
     inner_ptr, tile_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
-    words, bytes_, K: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, MORE: tl.constexpr,
+    words, bytes_, K: tl.constexpr, ADD: tl.constexpr, TILED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):  # fmt: skip
-    announce()
-    if AHEAD:
-        # the plan was there before `_up` announced this kernel, and weights always are
-        expert = tl.load(tile_ptr + tl.program_id(1), cache_modifier=".cg").to(tl.int64)
-        if expert >= 0:
-            size = steps * (B * 32)
-            first = codes_ptr + expert * words + tl.program_id(0) * size
-            _fetch_ahead(first + tl.minimum(tl.arange(0, 1024) * 32, size - 32))
-        wait()
-    else:
-        wait()
-        expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
+    follow()
+    expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
-        member_ptr += tl.program_id(1) * (N + MORE)
+        member_ptr += tl.program_id(1) * (N + EXTRA)
         codes_ptr += expert * words
         scales_ptr += expert * bytes_
-        full = tl.load(member_ptr + N) >= 0 if MORE else False
+        full = tl.load(member_ptr + N) >= 0 if EXTRA else False
         if full:
             _down_tile(
                 inner_ptr, member_ptr, codes_ptr, scales_ptr, out_ptr, arrived_ptr, y_ptr, channels, num_inner, steps,
-                K, ADD, TILED, B, N, MORE,
+                K, ADD, TILED, B, N, EXTRA,
             )  # fmt: skip
         else:
             _down_tile(
@@ -393,6 +352,27 @@ def _add_choices(choice_ptr, y_ptr, channels, K: tl.constexpr, B: tl.constexpr):
     tl.store(y_ptr + t * channels + channel, total, mask=channel < channels)
 
 
+class _Shape(NamedTuple):
+    """How many rows a tile has, how many more where it needs them, and the outputs of a program."""
+
+    rows: int
+    more: int
+    up: int
+    down: int
+
+
+def _shape(num_choices: int, num_experts: int) -> _Shape:
+    """By the rows of an expert if all are chosen alike; the fastest of those tried on an H200 with 384 experts."""
+    mean = num_choices / num_experts
+    if mean <= 5:
+        return _Shape(8, 0, 64, 64)
+    if mean <= 12:
+        return _Shape(16, 0, 64, 64)
+    if mean <= 24:
+        return _Shape(32, 0, 64, 128)
+    return _Shape(64, 16, 128, 128)
+
+
 def packed_experts(
     u_TD: Tensor,
     ids_TK: Tensor,
@@ -402,26 +382,30 @@ def packed_experts(
     w2: Packed | Tiled,
     limit: float,
     round_inner: bool,
-    config: dict[str, Any] | None = None,
 ) -> Tensor:
     (num_rows, channels), k = u_TD.shape, ids_TK.shape[1]
-    tiled = isinstance(w1, Tiled)
-    num_experts = w1.codes.shape[0]
+    part = _MAX_CHOICES // k
+    if num_rows > part:
+        rows = zip(u_TD.split(part), ids_TK.split(part), weights_TK.split(part), strict=True)
+        return torch.cat([packed_experts(*row, w1, w3, w2, limit, round_inner) for row in rows])
+    tiled, num_experts, num_choices = isinstance(w1, Tiled), w1.codes.shape[0], num_rows * k
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
-    num_choices = num_rows * k
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
-    c = {"N": 16, "more": 0, "up": (64, 3), "down": (64, 3, True), "ahead": False, "alone": False, **(config or {})}
-    rows, more = c["N"], c["more"]
+    shape = _shape(num_choices, num_experts)
+    capacity = shape.rows + shape.more
     # no more tiles than these, however the rows choose
-    num_tiles = num_choices if c["alone"] else min(num_choices, num_experts) + num_choices // (rows + more)
+    num_tiles = min(num_choices, num_experts) + num_choices // capacity
     experts = next_power_of_2(num_experts)
     steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
-    up_block, up_stages = c["up"]
-    down_block, down_stages, add = c["down"]
-    down_blocks = triton.cdiv(channels, down_block)
+    # a program takes whole blocks of those that `retile` made
+    up = shape.up if w1.codes.shape[1] % (shape.up // 64) == 0 else 64
+    down = shape.down if w2.codes.shape[1] % (shape.down // 64) == 0 else 64
+    down_grid = triton.cdiv(channels, down), num_tiles
+    # many rows fill the chip with sums of their own
+    add = num_rows <= _FEW_ROWS
     new: dict[str, Any] = {"device": u_TD.device}
     # each part aligned, so that one compiled kernel serves all sizes
-    sizes = num_choices, num_tiles, num_tiles * (rows + more), down_blocks * num_rows if add else 0
+    sizes = num_choices, num_tiles, num_tiles * capacity, down_grid[0] * num_rows if add else 0
     parts = [experts, experts, *(-(-size // 16) * 16 for size in sizes)]
     count, first, rank, tile, member, arrived = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
     x = torch.empty(num_rows, steps * _STEP, dtype=torch.float16, **new)
@@ -430,26 +414,24 @@ def packed_experts(
     pieces = max(num_rows * triton.cdiv(steps * _STEP, piece), triton.cdiv(parts[-1], piece))
     _plan[(1 + pieces,)](
         ids_TK, u_TD, x, count, first, rank, tile, member, arrived, num_choices, num_tiles, parts[-1], num_rows,
-        channels, steps * _STEP, A=chunk, E=experts, N=rows + more, FORM=rows, ALONE=c["alone"], C=piece,
+        channels, steps * _STEP, A=chunk, E=experts, N=capacity, FORM=shape.rows, C=piece,
         num_warps=4 if chunk <= 256 else 16, launch_pdl=AHEAD,
     )  # fmt: skip
     # what no block writes must not be NaN: its weights are zeros
     padded = num_inner % _STEP
     inner = (torch.zeros if padded else torch.empty)(num_choices, inner_steps * _STEP, dtype=torch.float16, **new)
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
-    _up[(triton.cdiv(num_inner, up_block // 2), num_tiles)](
+    _up[(triton.cdiv(num_inner, up), num_tiles)](
         x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, channels, steps, num_inner, inner.shape[1],
-        w1.codes[0].numel(), w1.scales[0].numel(), k, limit,
-        DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=up_block, N=rows, MORE=more,
-        num_warps=up_block // 16, num_stages=up_stages, launch_pdl=AHEAD, **c.get("options", {}),
+        w1.codes[0].numel(), w1.scales[0].numel(), k, limit, DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=up,
+        N=shape.rows, EXTRA=shape.more, num_warps=up // 16, num_stages=3, launch_pdl=AHEAD,
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
-    _down[(down_blocks, num_tiles)](
+    _down[down_grid](
         inner, tile, member, *w2[:2], choice, arrived, y_TD, channels, num_inner, inner_steps,
-        w2.codes[0].numel(), w2.scales[0].numel(),
-        K=k, ADD=add, AHEAD=c["ahead"], TILED=tiled, B=down_block, N=rows, MORE=more,
-        num_warps=down_block // 16, num_stages=down_stages, launch_pdl=AHEAD, **c.get("options", {}),
+        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, TILED=tiled, B=down, N=shape.rows, EXTRA=shape.more,
+        num_warps=down // 16, num_stages=3, launch_pdl=AHEAD,
     )  # fmt: skip
     if not add:
         _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
