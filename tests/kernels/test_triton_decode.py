@@ -440,7 +440,7 @@ def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, 
 
 @pytest.mark.parametrize(
     ("rows", "count", "channels"),
-    [(5, 11, 96), (5, 65, 288), (19, 100, 544), release(1, 384, 5120), release(33, 384, 5120)],
+    [(5, 11, 96), (19, 100, 288), release(1, 384, 5120), release(33, 384, 5120)],
 )
 @pytest.mark.parametrize("images", [True, False])
 def test_route(device: str, dtype: torch.dtype, images: bool, rows: int, count: int, channels: int) -> None:
