@@ -6,13 +6,14 @@ PORT   ?= 8123
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+GPU_ROWS := benchmarks/results/h200.csv
 READY  := $(VENV)/.ready
 BUILT  := $(VENV)/.built
 # the tests that take seconds, whatever the machine
 SECONDS_TIER := tests/config tests/formats tests/kernels tests/planner tests/cli/test_main.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors page numbers bench size ci
+.PHONY: help setup serve fmt lint types imports check test test-long test-gpu vectors page numbers bench bench-gpu size ci
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -74,6 +75,12 @@ numbers: setup  ## docs/numbers.md and the README's table, from the planner
 
 bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
 	@$(BIN)/python benchmarks/cpu.py
+
+bench-gpu: setup  ## kernels (beside PEERS=DIR), layers and decoding on this GPU, into benchmarks/results/h200.csv
+	@$(BIN)/python benchmarks/decode.py --preset mini,small --contexts 512,4096,131072 --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/kernels.py $(if $(PEERS),--peers $(PEERS)) --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/layers.py --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/kernels.py plot
 
 size: setup  ## lines of each package against its target
 	@$(BIN)/python scripts/size.py

@@ -253,11 +253,13 @@ def main() -> None:
             if measured.graph_us is None:
                 continue
             kernels = apart.get(case, [])
-            summed = sum(us for _, us in kernels)
-            more = f", its {len(kernels)} kernels one by one {summed:,.0f} us, x{measured.graph_us[0] / summed:.2f}"
-            print(f"    its graph {measured.graph_us[0]:,.0f} us{more if kernels else ''}", flush=True)
-            peer = f"sum of {len(kernels)} kernels" if kernels else ""
-            report(arguments.csv, "decode_graph", case, *measured.graph_us, peer, f"{summed:.2f}" if kernels else "")
+            peer, peer_us, more = "", "", ""
+            if kernels:
+                summed = sum(us for _, us in kernels)
+                peer, peer_us = f"sum of {len(kernels)} kernels", f"{summed:.2f}"
+                more = f", its {len(kernels)} kernels one by one {summed:,.0f} us, x{measured.graph_us[0] / summed:.2f}"
+            print(f"    its graph {measured.graph_us[0]:,.0f} us{more}", flush=True)
+            report(arguments.csv, "decode_graph", case, *measured.graph_us, peer, peer_us)
             if arguments.profile is not None:
                 file = arguments.profile.with_name(f"{arguments.profile.stem}-{case.replace(' ', '-')}.txt")
                 file.write_text("".join(f"{us:10.2f} us {kernel[:100]}\n" for kernel, us in kernels))

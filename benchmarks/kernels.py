@@ -919,6 +919,8 @@ def latest(file: Path) -> dict[str, dict[str, dict[str, Shown]]]:
     runs: dict[str, tuple[str, str]] = {}
     with file.open(newline="") as rows:
         for row in csv.DictReader(rows):
+            if row["op"] not in OPS:
+                continue
             run = row["date"], row["commit"]
             if runs.get(row["op"]) != run:
                 runs[row["op"]], found[row["op"]] = run, {}
@@ -946,7 +948,7 @@ def plot(arguments: argparse.Namespace) -> None:
     ]
     around = min([0.5, *ratios]) / 1.3, max([2.0, *ratios]) * 1.3
     colour = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
-    heights = [max(len(found[op]), 4) for op in ops]
+    heights = [max(len(found[op]), 2) for op in ops]
     figure, axes = pyplot.subplots(
         len(ops), 2, figsize=(13, 0.21 * sum(heights) + 0.75 * len(ops)), squeeze=False,
         gridspec_kw={"height_ratios": heights}, layout="constrained",
@@ -958,7 +960,7 @@ def plot(arguments: argparse.Namespace) -> None:
         left.barh(place, [100 * part.fraction for part in parts], color="#4c78a8", height=0.7)
         for y, part in zip(place, parts, strict=True):
             left.text(100 * part.fraction + 1, y, f"{part.fraction:.1%}, {part.us:,.1f} µs", va="center", fontsize=7)
-        left.set(xlim=(0, 118), yticks=place, yticklabels=list(cases), title=op)
+        left.set(xlim=(0, 140), yticks=place, yticklabels=list(cases), title=op)
         used: set[str] = set()
         for y, by_peer in zip(place, cases.values(), strict=True):
             for name, part in by_peer.items():

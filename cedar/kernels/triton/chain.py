@@ -20,8 +20,8 @@ from cedar.kernels.triton.device import INTERPRETED
 # from Hopper on; without a GPU kernels are compiled for it. Launched apart, each kernel's time is its own: a profiler
 # counts the waiting of the others as theirs
 APART = os.environ.get("CEDAR_LAUNCH") == "apart"
-_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
-AHEAD = _HOPPER and not APART and not INTERPRETED
+HOPPER = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0))
+AHEAD = HOPPER and not APART
 _AHEAD = tl.constexpr(AHEAD)
 
 
