@@ -124,9 +124,11 @@ def call_all(size: dict[str, int]) -> None:
         query = torch.zeros(rows, size["heads"], width, **half)
         wide_ring = _stored(FP8, 3, size["window"] + 6, width)
         wide = Paged(_stored(FP4_MAIN, 3, 128, width), *entries[1:])
-        where = row, row, row, wide, selection, torch.zeros(size["heads"]), size["window"]
-        for shares in (1, 2):
-            paged_attention.paged_attention(query, cos, cos, wide_ring, *where, shares=shares)
+        sink, window = torch.zeros(size["heads"]), size["window"]
+        for found, shares in (((wide, selection), 1), ((wide, selection), 2), ((None, None), 1)):
+            paged_attention.paged_attention(
+                query, cos, cos, wide_ring, row, row, row, *found, sink, window, shares=shares
+            )
     index = torch.zeros(rows, size["index_heads"], size["index_channels"], **half)
     weight = torch.zeros(rows, size["index_heads"], **half)
     paged_indexer.paged_index_scores(index, cos, cos, weight, keys, row, size["entries"])

@@ -214,12 +214,16 @@ def _of_words(stored: Stored) -> bool:
     return (codes.stride(0) | codes.stride(1) | codes.data_ptr()) % 4 == 0
 
 
-def _num_shares(num_rows: int, num_tiles: int) -> int:
-    """Shares of a row's tiles; joining them costs as much as two tiles (measured at 64 heads of 512 channels)."""
-    at_once = _PROGRAMS // num_rows
-    if num_tiles <= 2 or at_once <= 2:
+def _num_shares(num_rows: int, num_tiles: int, wide: bool) -> int:
+    """Shares of a row's tiles that pay (64 heads of 512 channels measured)."""
+    # two tiles are not worth a second kernel
+    if num_tiles <= 2:
         return 1
-    return min(at_once, num_tiles if num_rows <= 4 else triton.cdiv(num_tiles, 2))
+    at_once = max(1, min(num_tiles, _PROGRAMS // num_rows))
+    if not wide or num_rows <= 4:
+        return at_once
+    # a wide program takes two tiles in the time that it takes to join two
+    return 1 if at_once == 2 else min(at_once, triton.cdiv(num_tiles, 2))
 
 
 def paged_attention(
@@ -236,8 +240,14 @@ def paged_attention(
     num_window: int,
     *,
     shares: int | None = None,
+    wide: bool | None = None,
 ) -> Tensor:
-    """As the public op; `shares` of a row's keys run side by side, as many as pay if None."""
+    """As the public op.
+
+    Args:
+        shares: Of a row's keys, side by side; as many as pay if None.
+        wide: Whether `wide_attention` runs; where it was measured if None.
+    """
     num_rows, num_heads, channels = query_THC.shape
     output_THC = torch.empty(num_rows, num_heads, channels, device=query_THC.device, dtype=query_THC.dtype)
     if num_rows == 0:
@@ -246,11 +256,14 @@ def paged_attention(
     num_selected = 0 if selection_TK is None else selection_TK.shape[1]
     # unused pointers must still be tensors
     stored, page_SP, entry_slot_T = (window, slot_T, slot_T) if entries is None else entries
-    wide = _WIDE and not exact and channels == 512 and num_selected <= 4096 and _of_words(window) and _of_words(stored)
+    if wide is None:
+        # a window alone has run in it on torch tensors only
+        wide = _WIDE and entries is not None and not exact and channels == 512 and num_selected <= 4096
+        wide = wide and _of_words(window) and _of_words(stored)
     tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
     num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
     if shares is None:
-        shares = _num_shares(num_rows, num_tiles)
+        shares = _num_shares(num_rows, num_tiles, wide)
     tiles_a_share = triton.cdiv(num_tiles, shares)
     shares = triton.cdiv(num_tiles, tiles_a_share)
     selection = slot_T if selection_TK is None else selection_TK.contiguous()
