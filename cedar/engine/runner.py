@@ -193,7 +193,8 @@ class DecodeRunner:
             [state.num_tokens for state, _ in rows] + [0] * idle,
             [anchor for _, anchor in rows] + [0] * idle,
         ]
-        self._finish(graph.replay)
+        graph.replay()
+        self._wait()
         shape = graph.num_rows, -1
         return Drafted(
             self._drafted_ids[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
@@ -227,9 +228,11 @@ class DecodeRunner:
         longest = max(row.state.num_tokens + len(row.ids) for row in rows)
         graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, filtered=filtered)
         self._stage(graph, rows, num_rows)
-        self._finish(graph.replay)
+        graph.replay()
+        # while the device works
         for row in rows:
             self.slots.stepped(row.state, len(row.ids))
+        self._wait()
         return self._host_answers[:num_rows].tolist(), graph.logits_TV[:num_rows]
 
     @torch.inference_mode()
@@ -259,9 +262,8 @@ class DecodeRunner:
         self.slots.set_pages(slot, row.lease.table.pages, entered=slot in self._unpaged)
         self._unpaged.discard(slot)
 
-    def _finish(self, replay: Callable[[], None]) -> None:
-        """Run a graph, and wait until its answers have arrived."""
-        replay()
+    def _wait(self) -> None:
+        """Until a graph's answers have arrived."""
         if self._capture:
             torch.cuda.current_stream(self.model.device).synchronize()
 
