@@ -251,15 +251,20 @@ class CacheManager:
             if sum(length for _, length in path) < plan.held_tokens:
                 raise CapacityError("the pages of a plan have left the cache since")
             loading = self._load(table, plan.found)
-        except CapacityError:
+        except BaseException:
             table.close()
             raise
-        if plan.kept is not None:
-            self.snapshots.touch(plan.kept)
-        self.metrics.count(plan)
-        if self._store is not None and plan.tier == "disk":
-            self._store.used([page.key for page in plan.found])
-        return Lease(table, salt, plan, node, published, keep, loading)
+        lease = Lease(table, salt, plan, node, published, keep, loading)
+        try:
+            if plan.kept is not None:
+                self.snapshots.touch(plan.kept)
+            self.metrics.count(plan)
+            if self._store is not None and plan.tier == "disk":
+                self._store.used([page.key for page in plan.found])
+        except BaseException:
+            self.release(lease)
+            raise
+        return lease
 
     def make_store(self, lease: Lease, num_tokens: int) -> Callable[[Literal["entries", "keys"], int], PagedRows]:
         """What the model's state asks for its stores: the lease's pages, `num_tokens` of which are filled."""

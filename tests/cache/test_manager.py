@@ -114,6 +114,36 @@ def hold_sections(monkeypatch: pytest.MonkeyPatch, manager: CacheManager) -> Cal
     return lambda part: gates[part].set()
 
 
+@pytest.mark.parametrize("breaks", ["loading", "after it"])
+def test_a_lease_that_fails_midway_gives_its_pages_back(
+    build: Build, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    tokens = prompt(400)
+    first = build()
+    converse(first, tokens)
+    flush(first)
+    manager = build()
+    before = manager.pool.num_free
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no more threads")
+
+    assert manager._store is not None
+    holder, name = (manager._loaders, "submit") if breaks == "loading" else (manager._store, "used")
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, fail)
+        with pytest.raises(RuntimeError, match="no more threads"):
+            begin(manager, (*tokens, 1, 2))
+    for loading, _ in manager._leaving:
+        loading.settle()
+    manager._reap()
+    # what had come in whole by then is in the tree, which gives it back when asked
+    manager.evict(before)
+    assert manager.pool.num_free == before
+    # and nothing is in the way of the next one
+    assert begin(manager, (*tokens, 1, 2)).plan.tier == "disk"
+
+
 def test_a_layer_waits_for_its_own_source_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt(400)
     first = build()
