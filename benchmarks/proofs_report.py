@@ -493,7 +493,8 @@ def _page(runs: Runs, lines: list[dict[str, Any]]) -> str:
     learnt = (
         "Arms whose\nindexers learn answer nearly all queries by key when the runs end."
         if best > 0.5
-        else "Key-value retrieval was still\nbeing learnt when the runs ended, so a part of each difference in it is who was earlier."
+        else "Key-value retrieval was still\nbeing learnt when the runs ended, so each difference in it is partly who "
+        "was earlier."
     )
     return f"""# Proofs
 

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 _CUDA = torch.device("cuda", 0)
+# whether this thread captures a graph
+_capture = threading.local()
 # ops that may take an index on the host beside a tensor on the device, or copy between the two
 _MIXED = ("copy_", "_to_copy", "index", "_index_put_impl_", "index_put_", "index_put", "_unsafe_index")
 
@@ -59,6 +61,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given, spec = tree_flatten((args, kwargs))
     on_device = [one for one in given if isinstance(one, OnDevice)]
     name = func.overloadpacket.__name__
+    if getattr(_capture, "runs", False):
+        _refuse_to_wait(name, given, on_device, kwargs)
     for one in given:
         if not isinstance(one, Tensor) or isinstance(one, OnDevice) or not on_device or one.dim() == 0:
             continue
@@ -92,6 +96,20 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return OnDevice(one) if target else one
 
     return tree_map(wrap, result)
+
+
+def _refuse_to_wait(name: str, given: list[Any], on_device: list[OnDevice], kwargs: dict[str, Any]) -> None:
+    """What a graph cannot hold: a look at a value, a copy that the host waits for.
+
+    Shapes out of data pass: the reference of the experts has them, which no GPU captures.
+    """
+    across = any(isinstance(one, Tensor) and not isinstance(one, OnDevice) for one in given) and bool(on_device)
+    if name == "_to_copy":
+        target = kwargs.get("device")
+        across = target is not None and (torch.device(target).type == "cuda") != bool(on_device)
+    waits = name in ("copy_", "_to_copy") and across and not (kwargs.get("non_blocking") or True in given[2:])
+    if waits or (on_device and name in ("_local_scalar_dense", "equal")):
+        raise RuntimeError(f"{name} while a graph is captured")
 
 
 class _Mode(TorchDispatchMode):
@@ -156,6 +174,11 @@ def install() -> None:
 
     def captured(self: DecodeRunner, calls: Callable[[], None]) -> Callable[[], None]:
         calls()
+        _capture.runs = True
+        try:
+            calls()
+        finally:
+            _capture.runs = False
         return calls
 
     DecodeRunner._captured = captured  # type: ignore[method-assign]

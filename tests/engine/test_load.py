@@ -48,12 +48,16 @@ def test_a_server_takes_the_gpu_without_being_told(model_dir: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="a pretended device takes a C++ compiler")
 def test_tensors_stay_on_a_device_that_is_not_the_cpu() -> None:
-    """Prefill, pages and slots with tables in host memory, in a process whose GPU is pretended."""
-    case = "tests/engine/test_runner.py::test_tables_in_host_memory_are_read_ahead"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", case]
-    environment = {**os.environ, "CEDAR_TEST_DEVICE": "pretend", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "1 passed" in done.stdout, done.stdout[-2000:]
+    """Two answers, prompts and slots, in a process whose GPU is pretended."""
+    script = (
+        "from tests import pretend_gpu; pretend_gpu.install();"
+        "from tests.engine.test_runner import answers, make_engine, random_model, requests, tiny;"
+        "engine = make_engine(random_model(tiny(), 11), slots=2, exact=False);"
+        "print(*(end.reason for _, end in answers(engine, requests(2, 2))), engine._runner is not None)"
+    )
+    environment = {**os.environ, "CEDAR_TEST_DEVICE": "pretend", "CEDAR_KERNELS": "reference", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["length", "length", "True"], done.stdout + done.stderr[-3000:]
 
 
 def test_a_context_that_the_pages_do_not_hold_is_refused(model_dir: Path) -> None:

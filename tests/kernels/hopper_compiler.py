@@ -143,6 +143,7 @@ def call_all(size: dict[str, int]) -> None:
         paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, size["entries"])
         paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, block, 8)
     topk.top_entries(torch.zeros(rows, 2**17), 512)
+    topk.top_members(torch.zeros(rows, 2**15), 512, torch.zeros(rows, 2**12, dtype=torch.int64), 8)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
         x, gain = torch.zeros(rows, width, **half), torch.zeros(width, **half)
         pages.store_normed(x, gain, 1e-20, cos, cos, _stored(spec, 3, 128, width), row, row, present)
@@ -158,8 +159,6 @@ def call_all(size: dict[str, int]) -> None:
     x, weight = torch.zeros(rows, 1, hidden, **half), torch.zeros(1, size["latent"], hidden, **half)
     few_rows.grouped_linear(x, weight, FP8)
     few_rows.grouped_linear(x, weight, None)
-    few_rows.grouped_linear(x[:1].expand(16, -1, -1), weight, FP8)
-    few_rows.grouped_linear(x[:1].expand(16, -1, -1), weight, None)
     few_rows.norm_round(x[:, 0], torch.zeros(hidden, **half), 1e-20, FP8)
     u = x[:, 0]
     num_experts, inner = size["experts"], size["inner"]
@@ -190,9 +189,8 @@ def call_all(size: dict[str, int]) -> None:
     packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
-    for count in (rows, 64, 512):
-        for spec in (FP8, None):
-            packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, spec)
+    for count in (rows, 32, 64, 512):
+        packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
     packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
     packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
     sublayer = Sublayer(

@@ -165,10 +165,9 @@ def poisoned() -> Iterator[None]:
     ("rows", "channels", "kernel"),
     [
         # one launch; tiles of rows and shares of channels, the last not whole; rows by chunks, then tiles' products
-        (3, 32, "row"),
-        (3, 160, "row"),
-        (17, 160, "shares"),
-        (17, 160, "rows"),
+        (2, 96, "row"),
+        (17, 96, "shares"),
+        (17, 96, "rows"),
         *(release(rows, 5120, "chosen") for rows in (1, 3, 40, 300, 1100)),
         release(70, 256, "chosen"),
         release(2, 8192, "chosen"),
@@ -185,10 +184,13 @@ def test_advance(
 ) -> None:
     from cedar.kernels.triton import advance
 
+    if device == "cpu" and not (fresh and dtype == torch.float32):
+        # one case of two tiles is enough for the interpreter
+        rows = min(rows, 3)
     if kernel in ("shares", "rows"):
         monkeypatch.setattr(advance, "_NARROW", 0)
         monkeypatch.setattr(advance, "_FEW_WIDE_ROWS", 0 if kernel == "rows" else 64)
-        monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=64, programs=12, chunk=64))
+        monkeypatch.setattr(advance, "TILING", advance.Tiling(rows=16, step=128, programs=4, chunk=64))
     streams, y = (
         torch.randn(rows, 4, channels, device=device).to(dtype),
         torch.randn(rows, channels, device=device).to(dtype),
@@ -202,7 +204,7 @@ def test_advance(
         torch.tensor([0.5, 1.0, 2.0], device=device),
         base,
         torch.randn(channels, device=device).to(dtype),
-        20 if device == "cuda" else 6,
+        20 if device == "cuda" else 3,
         1e-6,
         1e-20,
         1e-20,
@@ -351,7 +353,7 @@ def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int
 @pytest.mark.parametrize(
     ("columns", "k"),
     [
-        *((1, 4), (40, 16), (700, 16), (300, 300), (1100, 5), (30, 8193)),
+        *((1, 4), (40, 16), (400, 16), (300, 300), (520, 5), (30, 8193)),
         *(release(columns, 512) for columns in (4096, 16384, 16385, 2**20)),
         release(131072, 2048),
     ],
@@ -410,7 +412,7 @@ def test_advance_projected(device: str, dtype: torch.dtype, rows: int, channels:
     assert (got[1] - want[1]).norm() <= (0.05 if dtype == torch.float32 or device == "cuda" else 0.3) * want[1].norm()
 
 
-@pytest.mark.parametrize(("rows", "channels", "inner"), [(2, 96, 64), release(1, 256, 160), release(4, 256, 160)])
+@pytest.mark.parametrize(("rows", "channels", "inner"), [(1, 96, 32), release(1, 256, 160), release(4, 256, 160)])
 def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, inner: int) -> None:
     streams, y = (torch.randn(rows, *shape, device=device).to(dtype) for shape in ((4, channels), (channels,)))
     premix, post, mixing = (torch.rand(rows, *shape, device=device) for shape in ((4,), (4,), (4, 4)))
@@ -418,10 +420,13 @@ def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, 
     sublayer = mhc.Sublayer(
         fn, torch.ones(3, device=device), torch.zeros(24, device=device), gain, 3, 1e-6, 1e-20, 1e-20
     )
-    weight = torch.randn(7, channels, device=device)
-    router = experts.Router(weight, torch.zeros(7, device=device), torch.randn(7, device=device), 2, 1.5)
+    num_experts = 3 if device == "cpu" else 7
+    weight = torch.randn(num_experts, channels, device=device)
+    router = experts.Router(
+        weight, torch.zeros(num_experts, device=device), torch.randn(num_experts, device=device), 2, 1.5
+    )
     image = torch.tensor([False, True, False, True], device=device)[:rows]
-    pairs = (7, inner, channels), (7, inner, channels), (7, channels, inner)
+    pairs = (num_experts, inner, channels), (num_experts, inner, channels), (num_experts, channels, inner)
     shapes = *pairs, *(pair[1:] for pair in pairs)
     matrices = experts.Weights(*((torch.randn(shape, device=device) * 0.1).to(dtype) for shape in shapes))
     arguments = y, streams, post, mixing, premix, sublayer, FP8, router, image, matrices
@@ -435,7 +440,7 @@ def test_advance_fed(device: str, dtype: torch.dtype, rows: int, channels: int, 
 
 @pytest.mark.parametrize(
     ("rows", "count", "channels"),
-    [(5, 11, 96), (5, 65, 288), (19, 100, 544), release(1, 384, 5120), release(33, 384, 5120)],
+    [(5, 11, 96), (19, 100, 288), release(1, 384, 5120), release(33, 384, 5120)],
 )
 @pytest.mark.parametrize("images", [True, False])
 def test_route(device: str, dtype: torch.dtype, images: bool, rows: int, count: int, channels: int) -> None:
@@ -650,9 +655,8 @@ def test_engram(device: str, dtype: torch.dtype) -> None:
     ("rows", "channels", "outputs"),
     [
         (1, 96, 40),
-        (17, 1056, 33),
-        (35, 384, 72),
-        (300, 160, 48),
+        (17, 544, 33),
+        (35, 160, 72),
         release(1, 1280, 32768),
         release(40, 5120, 1792),
         release(128, 8192, 5120),
@@ -666,8 +670,9 @@ def test_packed_linear(device: str, dtype: torch.dtype, rows: int, channels: int
     codes, tiles = fp8.quantize_tiles(torch.randn(outputs, channels, device=device) * scales)
     got, want = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
     assert packed_error(got, want, dtype, device) < 1.0
-    again, _ = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
-    assert torch.equal(got, again)
+    if device == "cuda":
+        again, _ = both(lambda: dense.packed_linear(x, codes, tiles, FP8 if rounded else None))
+        assert torch.equal(got, again)
 
 
 def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> float:
@@ -678,12 +683,12 @@ def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> 
     return max(float((one - other).norm() / other.norm()) for one, other in parts) / allowed
 
 
-def test_packed_linear_reads_every_code_and_scale(device: str) -> None:
-    x = torch.eye(64, device=device)[:9]
-    codes = torch.arange(9 * 256, device=device).view(32, 72)[:, :64].contiguous() % 127
+def test_packed_linear_reads_every_code_and_scale(device: str, dtype: torch.dtype) -> None:
+    x = torch.eye(64, device=device, dtype=dtype)
+    codes = torch.arange(32 * 64, device=device).view(32, 64) % 127
     codes[1::2] += 128
     codes = codes.to(torch.uint8)
-    for exponent in (70, 100, 127, 190):
+    for exponent in (70, 127, 190):
         tiles = torch.tensor([[exponent, 127]], dtype=torch.uint8, device=device)
         got, want = both(lambda tiles=tiles: dense.packed_linear(x, codes, tiles, None))
         assert torch.equal(got, want)
@@ -692,11 +697,21 @@ def test_packed_linear_reads_every_code_and_scale(device: str) -> None:
 @pytest.mark.parametrize("rounded", [True, False])
 @pytest.mark.parametrize(
     ("rows", "groups", "channels", "outputs"),
-    [(3, 2, 64, 32), (300, 3, 96, 64), release(1, 8, 4096, 1024), release(64, 8, 4096, 1024)],
+    [(3, 2, 64, 32), (5, 3, 96, 64), release(1, 8, 4096, 1024), release(64, 8, 4096, 1024)],
 )
 def test_packed_grouped_linear(
-    device: str, dtype: torch.dtype, rows: int, groups: int, channels: int, outputs: int, rounded: bool
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    groups: int,
+    channels: int,
+    outputs: int,
+    rounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if rows == 5:
+        # as if these were many rows: through a passing copy
+        monkeypatch.setattr("cedar.kernels.triton.packed_linear._MAX_ROWS", 4)
     x = torch.randn(rows, groups, channels, device=device).to(dtype)
     packed = [fp8.quantize_tiles(torch.randn(outputs, channels, device=device)) for _ in range(groups)]
     codes, tiles = (torch.stack(parts) for parts in zip(*packed, strict=True))

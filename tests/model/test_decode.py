@@ -144,11 +144,10 @@ def test_slots_decode_what_sequences_decode(model: Transformer) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(params=[nano, tiny], ids=["nano", "tiny"])
-def twins(request: pytest.FixtureRequest) -> tuple[Transformer, Transformer]:
+@pytest.fixture
+def twins() -> tuple[Transformer, Transformer]:
     """A model that holds a checkpoint's bytes, and one that holds their values."""
-    config: ModelConfig = request.param()
-    packed, decoded = random_model(config, 5), random_model(config, 5)
+    packed, decoded = random_model(tiny(), 5), random_model(tiny(), 5)
     pack_weights(packed)
     read = dict(decoded.named_modules())
     with torch.no_grad():
@@ -324,10 +323,10 @@ def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
     model = random_model(tiny(), 3)
     pack_weights(model)
     with use_kernels("reference"):
-        rig = Rig(model, [5, 40])
-    logits_TV = rig.verify([[7, 3], [8]], context=64)
+        rig = Rig(model, [15])
+    logits_TV = rig.verify([[7]], context=16)
     with use_kernels("reference"):
-        torch.testing.assert_close(logits_TV, rig.wanted_lines([[7, 3], [8]]), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(logits_TV, rig.wanted_lines([[7]]), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.triton.chain import AHEAD, follow
-from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, unavailable
+from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.few_rows import operand, round_channels
-from cedar.kernels.triton.quantize import ceil_power_of_two, round_groups, round_rows
+from cedar.kernels.triton.quantize import round_groups, round_rows
 from cedar.kernels.triton.stored import e4m3_value, e8m0_value
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_grouped_linear", "packed_linear", "unavailable"]
 
 FORWARD_ONLY = ("packed_linear", "packed_grouped_linear")
 # above, a passing copy in bfloat16 costs less than reading the weight once more for each block of rows
-_MAX_ROWS = 256
-# programs that keep a Hopper chip's memory busy
-_PROGRAMS = 528
+_MAX_ROWS = 128
+# what keeps a Hopper chip's memory busy
+_WARPS = 2112
 
 
 def fits(op: str, x: Tensor, codes: Tensor) -> bool:
@@ -47,23 +47,16 @@ class Blocks(NamedTuple):
     K: int
     warps: int
     stages: int
-    registers: int | None = None
-
-
-def _coded_blocks(num_rows: int) -> Blocks:
-    if num_rows <= 16:
-        return Blocks(16, 64, 128, 4, 4)
-    if num_rows <= 32:
-        return Blocks(32, 64, 128, 4, 4)
-    return Blocks(64, 64, 128, 4, 3)
 
 
 def _blocks(num_rows: int, dtype: torch.dtype) -> Blocks:
     if num_rows <= 16:
         return Blocks(16, 64, 128, 4, 4)
-    # float32 is multiplied without tensor cores, and larger blocks of it do not fit the registers
-    if num_rows <= 32 or dtype == torch.float32:
+    if dtype == torch.float32:
+        # multiplied without tensor cores; larger blocks of it do not fit the registers
         return Blocks(32, 64, 128, 4, 3)
+    if num_rows <= 32:
+        return Blocks(32, 128, 128, 8, 4)
     return Blocks(64, 128, 128, 8, 3)
 
 
@@ -103,47 +96,6 @@ def _factors(exponent, OPERAND: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
     bits = tl.minimum(exponent.to(tl.int32) + 60, 255) << 23
     factor = bits.to(tl.float32, bitcast=True).to(OPERAND)
     return tl.reshape(tl.broadcast_to(factor[:, :, None], (B, K // 32, 16)), (B, K // 2))
-
-
-@triton.jit(do_not_specialize=["num_rows", "steps_a_share"])
-def _coded_linear(
-    x_ptr, powers_ptr, codes_ptr, scales_ptr, y_ptr, num_rows, channels, outputs, steps_a_share,
-    SHARED: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    follow()
-    # one program: B outputs for P rows, over a share of the input, 128 channels and so one word of scales a step
-    row = tl.program_id(1) * P + tl.arange(0, P)
-    output = tl.program_id(0) * B + tl.arange(0, B)
-    share = tl.program_id(2)
-    first = share * steps_a_share * 128
-    last = tl.minimum(first + steps_a_share * 128, channels)
-    channel = tl.arange(0, 32)
-    eights: tl.constexpr = tl.pointer_type(tl.float8e4nv)
-    x_row = x_ptr.to(eights) + (row * channels)[:, None] + channel[None, :]
-    w_row = codes_ptr.to(eights) + (output * channels.to(tl.int64))[:, None] + channel[None, :]
-    words: tl.constexpr = tl.pointer_type(tl.int32)
-    power_row = powers_ptr.to(words) + row * (channels // 128)
-    scale_row = scales_ptr.to(words) + output // 32 * (channels // 128)
-    known_row, known_output = row < num_rows, output < outputs
-    total = tl.zeros([B, P], tl.float32)
-    power = tl.load(power_row + first // 128, mask=known_row, other=0)
-    scale = tl.load(scale_row + first // 128, mask=known_output, other=0)
-    for start in tl.range(first, last, 128, num_stages=STAGES):
-        # the scales of the next step, asked for a step early
-        following = tl.minimum(start // 128 + 1, channels // 128 - 1)
-        next_power = tl.load(power_row + following, mask=known_row, other=0)
-        next_scale = tl.load(scale_row + following, mask=known_output, other=0)
-        for part in tl.static_range(4):
-            w = tl.load(w_row + start + part * 32, mask=known_output[:, None], other=0.0)
-            x = tl.load(x_row + start + part * 32, mask=known_row[:, None], other=0.0)
-            # E4M3 by E4M3, summed by the tensor core over the 32 channels that share a scale
-            product = tl.dot(w.to(OPERAND), tl.trans(x.to(OPERAND)), input_precision="ieee")
-            scaled = e8m0_value(scale >> (8 * part) & 0xFF)[:, None] * e8m0_value(power >> (8 * part) & 0xFF)[None, :]
-            total += product * scaled
-        power, scale = next_power, next_scale
-    target = (share * num_rows + row[:, None]).to(tl.int64) * outputs + output[None, :]
-    y = tl.trans(total).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + target, y, mask=known_row[:, None] & known_output[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "steps_a_share"])
@@ -217,33 +169,23 @@ def _add_shares(partial_ptr, y_ptr, size, SHARES: tl.constexpr, ROUNDED: tl.cons
 
 
 @triton.jit
-def _round(x_ptr, y_ptr, powers_ptr, row_stride, channels, CODED: tl.constexpr, B: tl.constexpr):
+def _round(x_ptr, y_ptr, row_stride, channels, B: tl.constexpr):
     follow()
     channel = tl.program_id(1) * B + tl.arange(0, B)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * row_stride + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    x = tl.reshape(x, (B // 32, 32))
-    y = round_groups(x, 0)
-    if CODED:
-        # `round_groups`' own scale: what it rounds to is a code times this
-        power = ceil_power_of_two(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) * (1.0 / 448.0))
-        y = tl.div_rn(y, power[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        group = tl.program_id(1) * (B // 32) + tl.arange(0, B // 32)
-        byte = (power.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        tl.store(powers_ptr + row * (channels // 32) + group, byte, mask=group * 32 < channels)
-    y = tl.reshape(y, (B,)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * channels + channel, y, mask=channel < channels)
+    y = tl.reshape(round_groups(tl.reshape(x, (B // 32, 32)), 0), (B,))
+    tl.store(y_ptr + row * channels + channel, y.to(y_ptr.dtype.element_ty), mask=channel < channels)
 
 
-def _rounded(x_TI: Tensor, coded: bool) -> tuple[Tensor, Tensor]:
-    """Rows rounded to FP8 once, and not by every program that reads them: values, or codes and scales."""
+def _rounded(x_TI: Tensor) -> Tensor:
+    """Rows rounded to FP8 once, and not by every program that reads them."""
     num_rows, channels = x_TI.shape
-    y_TI = torch.empty(x_TI.shape, device=x_TI.device, dtype=torch.uint8 if coded else x_TI.dtype)
-    powers = torch.empty(num_rows, channels // 32, device=x_TI.device, dtype=torch.uint8)
+    y_TI = torch.empty(x_TI.shape, device=x_TI.device, dtype=x_TI.dtype)
     _round[(num_rows, triton.cdiv(channels, 1024))](
-        x_TI, y_TI, powers, x_TI.stride(0), channels, CODED=coded, B=1024, num_warps=4, launch_pdl=AHEAD
+        x_TI, y_TI, x_TI.stride(0), channels, B=1024, num_warps=4, launch_pdl=AHEAD
     )
-    return y_TI, powers
+    return y_TI
 
 
 @triton.jit
@@ -267,18 +209,9 @@ def _widen(codes_ptr, scales_ptr, y_ptr, channels, outputs, B: tl.constexpr, K: 
 
 def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     assert spec is None or spec == FP8
-    if spec is None:
-        return _product(x_TI.unsqueeze(1), codes_OI.unsqueeze(0), scales.unsqueeze(0), None).squeeze(1)
-    (num_rows, channels), dtype = x_TI.shape, x_TI.dtype
-    # the tensor core keeps fewer bits of a sum of eights than float32 has
-    whole_words = channels % 128 == 0 and scales.data_ptr() % 4 == 0
-    coded = dtype == torch.bfloat16 and whole_words and num_rows <= _MAX_ROWS
-    x_TI, powers = _rounded(x_TI, coded)
-    if not coded:
-        return packed_linear(x_TI, codes_OI, scales, None)
-    blocks = _coded_blocks(num_rows)
-    programs = triton.cdiv(codes_OI.shape[0], blocks.B) * triton.cdiv(num_rows, blocks.P)
-    return coded_rows(x_TI, powers, codes_OI, scales, dtype, blocks, max(1, _PROGRAMS // programs))
+    if spec is not None:
+        x_TI = _rounded(x_TI)
+    return _product(x_TI.unsqueeze(1), codes_OI.unsqueeze(0), scales.unsqueeze(0), None).squeeze(1)
 
 
 def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
@@ -288,16 +221,12 @@ def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec
 
 def _product(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     """[T, G, O], rounded to `spec`."""
-    num_rows, num_groups, channels = x_TGI.shape
-    outputs = codes_GOI.shape[1]
-    if num_rows > _MAX_ROWS:
-        return many_rows(x_TGI, codes_GOI, scales, spec)
-    blocks = _blocks(num_rows, x_TGI.dtype)
-    programs = num_groups * triton.cdiv(outputs, blocks.B) * triton.cdiv(num_rows, blocks.P)
-    return few_rows(x_TGI, codes_GOI, scales, spec, blocks, max(1, _PROGRAMS // programs))
+    if x_TGI.shape[0] > _MAX_ROWS:
+        return _many_rows(x_TGI, codes_GOI, scales, spec)
+    return _few_rows(x_TGI, codes_GOI, scales, spec)
 
 
-def many_rows(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
+def _many_rows(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     (num_groups, outputs, channels), dtype = codes_GOI.shape, x_TGI.dtype
     weight_GOI = torch.empty(codes_GOI.shape, device=x_TGI.device, dtype=dtype)
     grid = triton.cdiv(channels, 128), triton.cdiv(outputs, 32), num_groups
@@ -306,59 +235,29 @@ def many_rows(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec
     return y_TGO if spec is None else round_rows(y_TGO, spec)
 
 
-def few_rows(
-    x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None, blocks: Blocks, shares: int
-) -> Tensor:
+def _few_rows(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     (num_rows, num_groups, channels), outputs = x_TGI.shape, codes_GOI.shape[1]
     if (x_TGI.data_ptr() | (x_TGI.stride(0) | x_TGI.stride(1)) * x_TGI.element_size()) % 16:
         # pairs of channels are read as one word
         x_TGI = x_TGI.contiguous()
-    shares, steps_a_share = _shared(channels, blocks.K, shares)
+    blocks = _blocks(num_rows, x_TGI.dtype)
+    tiles, row_blocks = num_groups * triton.cdiv(outputs, blocks.B), triton.cdiv(num_rows, blocks.P)
+    steps = triton.cdiv(channels, blocks.K)
+    shares = max(1, min(steps, _WARPS // (blocks.warps * tiles * row_blocks)))
+    steps_a_share = triton.cdiv(steps, shares)
+    shares = triton.cdiv(steps, steps_a_share)
     y_TGO = torch.empty(num_rows, num_groups, outputs, device=x_TGI.device, dtype=x_TGI.dtype)
-    target = _target(y_TGO, shares)
-    grid = num_groups * triton.cdiv(outputs, blocks.B), triton.cdiv(num_rows, blocks.P), shares
-    _packed_linear[grid](
+    target = y_TGO
+    if shares > 1:
+        target = torch.empty(shares, *y_TGO.shape, device=x_TGI.device, dtype=torch.float32)
+    _packed_linear[(tiles, row_blocks, shares)](
         x_TGI, codes_GOI, scales, target, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
-        steps_a_share, SHARED=shares > 1, ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=blocks.P,
-        B=blocks.B, K=blocks.K, num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
-        launch_pdl=AHEAD,
+        steps_a_share, SHARED=shares > 1, ROUNDED=spec is not None, OPERAND=operand(x_TGI), P=blocks.P, B=blocks.B,
+        K=blocks.K, num_warps=blocks.warps, num_stages=blocks.stages, launch_pdl=AHEAD,
     )  # fmt: skip
-    return _summed(target, y_TGO, spec)
-
-
-def coded_rows(
-    x_TI: Tensor, powers: Tensor, codes_OI: Tensor, scales: Tensor, dtype: torch.dtype, blocks: Blocks, shares: int
-) -> Tensor:
-    """The product of codes and codes; `powers` are the rows' scale bytes."""
-    (num_rows, channels), outputs = x_TI.shape, codes_OI.shape[0]
-    shares, steps_a_share = _shared(channels, 128, shares)
-    y_TO = torch.empty(num_rows, outputs, device=x_TI.device, dtype=dtype)
-    target = _target(y_TO, shares)
-    grid = triton.cdiv(outputs, blocks.B), triton.cdiv(num_rows, blocks.P), shares
-    _coded_linear[grid](
-        x_TI, powers, codes_OI, scales, target, num_rows, channels, outputs, steps_a_share, SHARED=shares > 1,
-        OPERAND=tl.float32 if INTERPRETED else tl.float8e4nv, P=blocks.P, B=blocks.B, STAGES=blocks.stages,
-        num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers, launch_pdl=AHEAD,
-    )  # fmt: skip
-    return _summed(target, y_TO, None)
-
-
-def _shared(channels: int, step: int, shares: int) -> tuple[int, int]:
-    """(shares, steps of each), none of them empty."""
-    steps = triton.cdiv(channels, step)
-    steps_a_share = triton.cdiv(steps, min(shares, steps))
-    return triton.cdiv(steps, steps_a_share), steps_a_share
-
-
-def _target(y: Tensor, shares: int) -> Tensor:
-    """Where programs write: the result, or a float32 part of it for each share."""
-    return torch.empty(shares, *y.shape, device=y.device, dtype=torch.float32) if shares > 1 else y
-
-
-def _summed(target: Tensor, y: Tensor, spec: FormatSpec | None) -> Tensor:
-    if target is not y:
-        size = y.numel()
+    if shares > 1:
+        size = y_TGO.numel()
         _add_shares[(triton.cdiv(size, 512),)](
-            target, y, size, SHARES=target.shape[0], ROUNDED=spec is not None, B=512, launch_pdl=AHEAD
+            target, y_TGO, size, SHARES=shares, ROUNDED=spec is not None, B=512, launch_pdl=AHEAD
         )
-    return y
+    return y_TGO

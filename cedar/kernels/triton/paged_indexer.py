@@ -23,12 +23,10 @@ __all__ = ["FORWARD_ONLY", "fits", "paged_index_scores", "paged_pool_scores", "u
 FORWARD_ONLY = ("paged_index_scores", "paged_pool_scores")
 # inline instructions and E4M3 products need a GPU: the interpreter does the same in float32
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# four for each multiprocessor of an H200
-_PROGRAMS = 528
-# entries of a tile
-_TILE = 128
-# page, then codes: a stage more than loads under way
-_STAGES = 5
+# three for each multiprocessor of an H200, twice over for rows of different lengths
+_PROGRAMS = 792
+# four, as many as 128 registers a thread let in
+_PROGRAMS_WIDE = 528
 
 
 def fits(op: str, query: Tensor) -> bool:
@@ -85,31 +83,25 @@ def _inverse(power):
 
 
 @triton.jit
-def _load_query(
+def _turned_query(
     query_ptr, cos_ptr, sin_ptr, weight_ptr, num_heads, num_angles, H: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """A row's (query [H, C], cosines and sines of its pairs, weights)."""
-    head = tl.arange(0, H)
-    query = tl.load(
-        query_ptr + head[:, None] * C + tl.arange(0, C)[None, :], mask=(head < num_heads)[:, None], other=0.0
-    )
-    turned = tl.arange(0, C // 2) - (C // 2 - num_angles)
-    cos = tl.load(cos_ptr + turned, mask=turned >= 0, other=1.0)
-    sin = tl.load(sin_ptr + turned, mask=turned >= 0, other=0.0)
-    return query, cos, sin, tl.load(weight_ptr + head, mask=head < num_heads, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _turn_query(query, cos, sin, weight, H: tl.constexpr, C: tl.constexpr):
-    """(the query as E4M3 [H, 32, groups], even channels of a group before its odd ones, the heads' weights).
+    """(a row's query as E4M3 [H, 32, groups], even channels of a group before its odd ones, the heads' weights).
 
     The head's largest step goes to its weight; E4M3 holds what is left of a group exactly if its step is at most
     2**14 smaller, and what it rounds beyond that is less than 2**-17 of the head's largest.
     """
+    HALF: tl.constexpr = C // 2
     GROUPS: tl.constexpr = C // 32
-    dtype: tl.constexpr = query.dtype
-    even, odd = tl.split(tl.reshape(query.to(tl.float32), (H, C // 2, 2)))
-    cos, sin = cos[None, :], sin[None, :]
+    head, pair = tl.arange(0, H), tl.arange(0, HALF)
+    known = (head < num_heads)[:, None]
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    place = query_ptr + head[:, None] * C + tl.arange(0, C)[None, :]
+    query = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(query, (H, HALF, 2)))
+    turned = pair - (HALF - num_angles)
+    cos = tl.load(cos_ptr + turned, mask=turned >= 0, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + turned, mask=turned >= 0, other=0.0)[None, :]
     query = tl.join((even * cos - odd * sin).to(dtype), (even * sin + odd * cos).to(dtype)).to(tl.float32)
     # [H, groups, 16, 2] -> [H, 2, 16, groups]
     query = tl.reshape(tl.permute(tl.reshape(query, (H, GROUPS, 16, 2)), (0, 3, 2, 1)), (H, 32, GROUPS))
@@ -120,38 +112,8 @@ def _turn_query(query, cos, sin, weight, H: tl.constexpr, C: tl.constexpr):
     code = rounded * (step * _inverse(largest)[:, None] * 64.0)[:, None, :]
     if not _INTERPRETED:
         code = code.to(tl.float8e4nv)
+    weight = tl.load(weight_ptr + head, mask=head < num_heads, other=0.0).to(tl.float32)
     return code, weight * largest
-
-
-@triton.jit
-def _places(
-    tile, t, page_ptr, block_ptr, visible, num_columns, num_blocks,
-    PER_PAGE: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """(a tile's columns, which of them the row sees, their pages or the page of all, their rows there)."""
-    column = tile * J + tl.arange(0, J)
-    if POOLED:
-        inside = column < num_columns
-        block = tl.load(block_ptr + t * num_blocks + column // BLOCK, mask=inside, other=-1)
-        entry = block * BLOCK + column % BLOCK
-        there = inside & (block >= 0) & (entry < visible)
-    else:
-        entry = column
-        there = column < visible
-    if POOLED or PER_PAGE % J != 0:
-        entry = tl.where(there, entry, 0).to(tl.int32)
-        return column, there, tl.load(page_ptr + entry // PER_PAGE), entry % PER_PAGE
-    else:
-        return column, there, tl.load(page_ptr + tile * J // PER_PAGE), tile * J % PER_PAGE + tl.arange(0, J)
-
-
-@triton.jit
-def _fetch(ptr):
-    """Starts on the way to the L2 cache what lies at `ptr`."""
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -165,14 +127,15 @@ def _scores(
     follow()
     GROUPS: tl.constexpr = C // 32
     t = tl.program_id(1).to(tl.int64)
-    page_ptr += tl.load(slot_ptr + t) * page_stride
-    visible = tl.load(visible_ptr + t)
-    query, cos, sin, weight = _load_query(
+    slot, visible = tl.load(slot_ptr + t), tl.load(visible_ptr + t)
+    query, weight = _turned_query(
         query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles,
-        weight_ptr + t * weight_stride, num_heads, num_angles, H, C,
+        weight_ptr + t * weight_stride,
+        num_heads, num_angles, H, C,
     )  # fmt: skip
+    page_ptr += slot * page_stride
     out_ptr += t * num_columns
-    byte = tl.arange(0, C // 2)
+    within, byte = tl.arange(0, J), tl.arange(0, C // 2)
     # this program's share of the tiles that have something to see, then of the others
     num_tiles = tl.cdiv(num_columns, J)
     num_seen = num_tiles
@@ -180,19 +143,24 @@ def _scores(
         num_seen = tl.minimum(num_tiles, tl.cdiv(visible, J)).to(tl.int32)
     share = tl.cdiv(num_seen, tl.num_programs(0))
     start = tl.program_id(0) * share
-    stop = tl.minimum(start + share, num_seen)
-    if start < stop:
-        # the first keys are under way while the query is turned
-        _, _, page, row = _places(
-            start, t, page_ptr, block_ptr, visible, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, J
-        )
-        _fetch(codes_ptr + page * code_page + row * code_row)
-        _fetch(scales_ptr + page * scale_page + row * scale_row)
-    query, weight = _turn_query(query, cos, sin, weight, H, C)
-    for tile in tl.range(start, stop, num_stages=STAGES):
-        column, there, page, row = _places(
-            tile, t, page_ptr, block_ptr, visible, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, J
-        )
+    for tile in tl.range(start, tl.minimum(start + share, num_seen), num_stages=STAGES):
+        column = tile * J + within
+        if POOLED:
+            inside = column < num_columns
+            block = tl.load(block_ptr + t * num_blocks + column // BLOCK, mask=inside, other=-1)
+            entry = block * BLOCK + column % BLOCK
+            there = inside & (block >= 0) & (entry < visible)
+        else:
+            entry = column
+            there = column < visible
+        if POOLED or PER_PAGE % J != 0:
+            entry = tl.where(there, entry, 0).to(tl.int32)
+            page = tl.load(page_ptr + entry // PER_PAGE)
+            row = entry % PER_PAGE
+        else:
+            # the whole tile lies on one page
+            page = tl.load(page_ptr + tile * J // PER_PAGE)
+            row = tile * J % PER_PAGE + within
         scale_row_ptr = scales_ptr + page * scale_page + row * scale_row
         if ALIGNED:
             scales = tl.load(scale_row_ptr.to(tl.pointer_type(tl.int32)))
@@ -214,7 +182,7 @@ def _scores(
     share = tl.cdiv(num_tiles - num_seen, tl.num_programs(0))
     start = num_seen + tl.program_id(0) * share
     for tile in range(start, tl.minimum(start + share, num_tiles)):
-        column = tile * J + tl.arange(0, J)
+        column = tile * J + within
         tl.store(out_ptr + column, tl.full([J], float("-inf"), tl.float32), mask=column < num_columns)
 
 
@@ -227,10 +195,15 @@ def _run(
     if score_TE.numel() == 0:
         return score_TE
     codes, scales = keys.stored.codes_PNX, keys.stored.scales_PNG
-    programs = min(triton.cdiv(num_columns, _TILE), triton.cdiv(_PROGRAMS, num_rows))
     heads = max(16, next_power_of_2(num_heads))
+    on_pages = codes.shape[1] % 128 == 0
     # a row's four scales in one word
     aligned = channels == 128 and all(x % 4 == 0 for x in (scales.data_ptr(), scales.stride(0), scales.stride(1)))
+    wide = aligned and heads <= 32
+    tile = 128 if wide or on_pages else 64
+    # pages' numbers take stages of their own: of five, one more tile is under way; pages by row have no registers left
+    stages = 3 if not wide else 5 if on_pages and block_TN is None else 4
+    programs = min(triton.cdiv(num_columns, tile), triton.cdiv(_PROGRAMS_WIDE if wide else _PROGRAMS, num_rows))
     _scores[(programs, num_rows)](
         query_THI, cos_TR, sin_TR, weight_TH, codes, scales, keys.page_SP, keys.slot_T, visible_T,
         visible_T if block_TN is None else block_TN.contiguous(), score_TE,
@@ -238,8 +211,7 @@ def _run(
         query_THI.stride(0), weight_TH.stride(0), num_heads, cos_TR.shape[-1], num_columns,
         0 if block_TN is None else block_TN.shape[1],
         PER_PAGE=codes.shape[1], BLOCK=block_size, POOLED=block_TN is not None, ALIGNED=aligned,
-        H=heads, C=channels, J=_TILE, STAGES=_STAGES,
-        num_warps=4, maxnreg=128 if heads <= 32 else None, launch_pdl=AHEAD,
+        H=heads, C=channels, J=tile, STAGES=stages, num_warps=4, maxnreg=128 if wide else None, launch_pdl=AHEAD,
     )  # fmt: skip
     return score_TE
 
