@@ -731,7 +731,7 @@ def test_packed_grouped_linear(
         (6, 1, 3, 96, 64, False),
         (18, 1, 3, 96, 160, True),
         (20, 1, 1, 96, 32, True),
-        (90, 1, 2, 96, 64, True),
+        (90, 1, 2, 96, 96, True),
         release(1, 6, 16, 5120, 2304, True),
         release(40, 6, 16, 5120, 2304, True),
         release(40, 6, 16, 5120, 2304, False),

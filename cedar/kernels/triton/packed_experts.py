@@ -361,15 +361,19 @@ class _Shape(NamedTuple):
     down: int
 
 
-def _shape(num_choices: int, num_experts: int) -> _Shape:
-    """By the rows of an expert if all are chosen alike; the fastest of those tried on an H200 with 384 experts."""
+def _shape(num_choices: int, num_experts: int, tiled: bool, paired: bool) -> _Shape:
+    """By the rows of an expert if all are chosen alike: the fastest of those tried on an H200 with 384 experts.
+
+    Args:
+        paired: All weights have an even number of blocks, so that a program can take two.
+    """
     mean = num_choices / num_experts
+    if not tiled or 5 < mean <= 12:
+        return _Shape(16, 0, 64, 64)
     if mean <= 5:
         return _Shape(8, 0, 64, 64)
-    if mean <= 12:
-        return _Shape(16, 0, 64, 64)
-    if mean <= 24:
-        return _Shape(32, 0, 64, 128)
+    if mean <= 24 or not paired:
+        return _Shape(32, 0, 64, 128 if paired else 64)
     return _Shape(64, 16, 128, 128)
 
 
@@ -391,18 +395,16 @@ def packed_experts(
     tiled, num_experts, num_choices = isinstance(w1, Tiled), w1.codes.shape[0], num_rows * k
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
-    shape = _shape(num_choices, num_experts)
+    paired = w1.codes.shape[1] % 2 == 0 and w2.codes.shape[1] % 2 == 0
+    shape = _shape(num_choices, num_experts, tiled, paired)
     capacity = shape.rows + shape.more
     # no more tiles than these, however the rows choose
     num_tiles = min(num_choices, num_experts) + num_choices // capacity
     experts = next_power_of_2(num_experts)
     steps, inner_steps = triton.cdiv(channels, _STEP), triton.cdiv(num_inner, _STEP)
-    # a program takes whole blocks of those that `retile` made
-    up = shape.up if w1.codes.shape[1] % (shape.up // 64) == 0 else 64
-    down = shape.down if w2.codes.shape[1] % (shape.down // 64) == 0 else 64
-    down_grid = triton.cdiv(channels, down), num_tiles
-    # many rows fill the chip with sums of their own
-    add = num_rows <= _FEW_ROWS
+    down_grid = triton.cdiv(channels, shape.down), num_tiles
+    # wide tiles are for so many rows that they fill the chip with sums of their own
+    add = num_rows <= _FEW_ROWS and shape.rows == 8
     new: dict[str, Any] = {"device": u_TD.device}
     # each part aligned, so that one compiled kernel serves all sizes
     sizes = num_choices, num_tiles, num_tiles * capacity, down_grid[0] * num_rows if add else 0
@@ -421,17 +423,17 @@ def packed_experts(
     padded = num_inner % _STEP
     inner = (torch.zeros if padded else torch.empty)(num_choices, inner_steps * _STEP, dtype=torch.float16, **new)
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
-    _up[(triton.cdiv(num_inner, up), num_tiles)](
+    _up[(triton.cdiv(num_inner, shape.up), num_tiles)](
         x, weights_TK, tile, member, *w1[:2], *w3[:2], inner, channels, steps, num_inner, inner.shape[1],
-        w1.codes[0].numel(), w1.scales[0].numel(), k, limit, DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=up,
-        N=shape.rows, EXTRA=shape.more, num_warps=up // 16, num_stages=3, launch_pdl=AHEAD,
+        w1.codes[0].numel(), w1.scales[0].numel(), k, limit, DTYPE=dtype, ROUNDED=round_inner, TILED=tiled, B=shape.up,
+        N=shape.rows, EXTRA=shape.more, num_warps=shape.up // 16, num_stages=3, launch_pdl=AHEAD,
     )  # fmt: skip
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
     _down[down_grid](
         inner, tile, member, *w2[:2], choice, arrived, y_TD, channels, num_inner, inner_steps,
-        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, TILED=tiled, B=down, N=shape.rows, EXTRA=shape.more,
-        num_warps=down // 16, num_stages=3, launch_pdl=AHEAD,
+        w2.codes[0].numel(), w2.scales[0].numel(), K=k, ADD=add, TILED=tiled, B=shape.down, N=shape.rows,
+        EXTRA=shape.more, num_warps=shape.down // 16, num_stages=3, launch_pdl=AHEAD,
     )  # fmt: skip
     if not add:
         _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
