@@ -183,6 +183,21 @@ def test_backend_equals_reference(op: str, backend: str, rows: int) -> None:
         torch.testing.assert_close(have, expected, rtol=2e-5, atol=atol)
 
 
+@pytest.mark.parametrize(("op", "backend"), [(op, b) for op in CASES for b in backends(op)])
+def test_a_backend_reads_views_as_what_they_show(op: str, backend: str) -> None:
+    """Every tensor, weights too, as every second value of another one."""
+    call = CASES[op](2)
+    want = _as_tuple(_only(op, backend, call))
+    cells = [cell for cell in call.__closure__ or () if isinstance(cell.cell_contents, Tensor)]
+    assert cells
+    for cell in cells:
+        tensor = cell.cell_contents
+        cell.cell_contents = torch.stack([tensor, tensor.flip(0)], dim=-1)[..., 0]
+        assert tensor.numel() == 1 or not cell.cell_contents.is_contiguous()
+    for have, expected in zip(_as_tuple(_only(op, backend, call)), want, strict=True):
+        assert torch.equal(have, expected)
+
+
 def _only(op: str, backend: str, call: Callable[[], Any]) -> Any:
     """Run `call` and require that `op` really came from `backend`."""
     taken = []

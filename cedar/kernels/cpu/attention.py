@@ -29,7 +29,7 @@ def attention(
     sink_H: Tensor,
 ) -> Tensor:
     query_THC, window_TWC = native.rows(query_THC), native.rows(window_TWC)
-    window_visible_TW = native.rows(window_visible_TW)
+    window_visible_TW, sink_H = native.rows(window_visible_TW), native.rows(sink_H)
     num_entries = 0
     # without entries the pointers are never read
     entry_TKC, entry_visible_TK = window_TWC if entry_TKC is None else native.rows(entry_TKC), entry_visible_TK

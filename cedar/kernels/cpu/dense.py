@@ -36,7 +36,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rms_norm(x_TI: Tensor, gain_I: Tensor, eps: float) -> Tensor:
-    x_TI = native.rows(x_TI)
+    x_TI, gain_I = native.rows(x_TI), native.rows(gain_I)
     y_TI = torch.empty_like(x_TI)
     channels = x_TI.shape[-1]
     native.function("rms_norm", "pppllf")(

@@ -28,14 +28,16 @@ def route(
     k: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    u_TD = native.rows(u_TD)
+    u_TD, weight_ED = native.rows(u_TD), native.rows(weight_ED)
+    bias_E, image_bias_E = native.rows(bias_E), native.rows(image_bias_E)
+    image_T = None if image_T is None else native.rows(image_T)
     num_rows, channels = u_TD.shape
     num_experts = weight_ED.shape[0]
     ids_TK = torch.empty(num_rows, k, dtype=torch.int64)
     weights_TK, scores_TE = u_TD.new_empty(num_rows, k), u_TD.new_empty(num_rows, num_experts)
     native.function("route", "ppppppppllllf")(
         u_TD.data_ptr(),
-        None if image_T is None else native.rows(image_T).data_ptr(),
+        None if image_T is None else image_T.data_ptr(),
         weight_ED.data_ptr(),
         bias_E.data_ptr(),
         image_bias_E.data_ptr(),
@@ -62,6 +64,7 @@ def experts(
     round_inner: bool,
 ) -> Tensor:
     u_TD, ids_TK, weights_TK = native.rows(u_TD), native.rows(ids_TK), native.rows(weights_TK)
+    w1_EID, w3_EID, w2_EDI = native.rows(w1_EID), native.rows(w3_EID), native.rows(w2_EDI)
     output_TD = torch.empty_like(u_TD)
     num_experts, inner, channels = w1_EID.shape
     # a padding row may name one expert twice

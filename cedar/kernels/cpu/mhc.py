@@ -16,7 +16,7 @@ FORWARD_ONLY = ("mix_coefficients", "collapse", "expand")
 def mix_coefficients(
     streams_TND: Tensor, fn: Tensor, scale_3: Tensor, base: Tensor, iterations: int, eps: float, rms_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    streams_TND = native.rows(streams_TND)
+    streams_TND, fn, scale_3, base = (native.rows(tensor) for tensor in (streams_TND, fn, scale_3, base))
     num_rows, num_streams, channels = streams_TND.shape
     pre_TN = streams_TND.new_empty(num_rows, num_streams)
     post_TN = streams_TND.new_empty(num_rows, num_streams)
