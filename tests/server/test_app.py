@@ -410,9 +410,12 @@ def test_a_hang_up_cancels_within_100_ms(scripted: Scripted, phase: str, stream:
     assert sorted(took_s)[3] < 0.1
 
 
-def test_a_hang_up_frees_the_real_engine(server: Running) -> None:
+def test_a_hang_up_frees_the_real_engine(server: Running, files: ModelFiles) -> None:
     before = server.engine.metrics.finished.get("cancelled", 0)
-    connection = _open(server, GOOD | {"max_tokens": 900, "stream": True, "temperature": 0.5})
+    # it must not end by itself first
+    silent = {str(token_id): -100 for token_id in files.tokenizer.special.values()}
+    endless = {"max_tokens": 900, "stream": True, "temperature": 0.5, "logit_bias": silent}
+    connection = _open(server, GOOD | endless)
     assert b"200 OK" in connection.recv(1000)
     connection.close()
     deadline = time.monotonic() + 3
