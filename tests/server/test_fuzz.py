@@ -26,7 +26,15 @@ LOOKS = ("/tokenize", "/detokenize", "/v1/cache/explain", "/v1/cache/pin", "/v1/
 @pytest.mark.parametrize("num_requests", [500, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_of_the_description(fuzzed: Any, path: str, num_requests: int, assert_shape: Any) -> None:
-    assert {200, 400, 404} <= send_bodies(fuzzed.url, path, num_requests // len(PATHS) + 1, assert_shape)
+    assert {400, 404} <= send_bodies(fuzzed.url, path, num_requests // len(PATHS) + 1, assert_shape)
+    # whether one of the drawn bodies is a good one, chance decides; after all of them a plain one is answered
+    turn = [{"role": "user", "content": "Hi"}]
+    plain = {"model": "nonsense", "max_tokens": 2, "messages": turn, "prompt": "Hi", "input": "Hi"}
+    names = {"/v1/completions": ("prompt",), "/v1/responses": ("input",)}.get(path, ("messages",))
+    if path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
+        names = (*names, "max_tokens")
+    body = {name: plain[name] for name in ("model", *names)}
+    assert httpx.post(fuzzed.url + path, json=body, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("num_requests", [100, pytest.param(1000, marks=pytest.mark.slow)])
