@@ -77,8 +77,8 @@ bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
 	@$(BIN)/python benchmarks/cpu.py
 
 bench-gpu: setup  ## kernels (beside PEERS=DIR), layers and decoding on this GPU, into benchmarks/results/h200.csv
-	@$(BIN)/python benchmarks/decode.py --preset mini,small --contexts 512,4096,131072 --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/kernels.py $(if $(PEERS),--peers $(PEERS)) --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/decode.py --preset mini,small --contexts 512,4096,131072 --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/layers.py --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/kernels.py plot
 

@@ -995,6 +995,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare, do not time")
     parser.add_argument("--out", type=Path, default=_PLOT)
     arguments = parser.parse_args()
+    if arguments.what == "measure" and not torch.cuda.is_available():
+        parser.error("no CUDA device: these kernels are timed on a GPU; `plot` draws the recorded rows without one")
     (plot if arguments.what == "plot" else measure)(arguments)
 
 
