@@ -347,12 +347,14 @@ def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
         torch.testing.assert_close(logits_TV, rig.wanted_lines([[7]]), rtol=2e-3, atol=2e-3)
 
 
-def near(got_TV: Tensor, want_TV: Tensor) -> None:
-    """Logits of two orders of adding up: a value between two codes takes either, and rows differ by what follows."""
-    assert got_TV.isfinite().all() and got_TV.shape == want_TV.shape
-    error_T = (got_TV - want_TV).float().norm(dim=-1) / want_TV.float().norm(dim=-1)
-    assert float(error_T.median()) < 0.1, error_T.tolist()
-    assert float(error_T.square().mean().sqrt()) < 0.3, error_T.tolist()
+def as_near(got_TV: Tensor, other_TV: Tensor, exact_TV: Tensor) -> None:
+    """One way of adding up in bfloat16 is not much further from float32's logits than another.
+
+    It moves a random model's by a fifth and more.
+    """
+    assert got_TV.isfinite().all() and got_TV.shape == exact_TV.shape
+    error, usual = (float((x - exact_TV).norm() / exact_TV.norm()) for x in (got_TV, other_TV))
+    assert error < 1.5 * usual < 0.9, (error, usual)
 
 
 @pytest.mark.gpu
@@ -361,33 +363,33 @@ def test_a_gpu_decodes_stored_bytes_as_their_values(tmp_path: Path, lengths: lis
     made = random_model(nano(), 5)
     write_checkpoint(made, tmp_path)
     logits = []
-    for packed in (True, False):
-        model = read_checkpoint(tmp_path, dtype=torch.bfloat16, device="cuda", packed=packed)
+    for packed, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)):
+        model = read_checkpoint(tmp_path, dtype=dtype, device="cuda", packed=packed)
         model.token_map.set(made.token_map.compressed_V)
         rig = Rig(model, lengths)
         logits += [torch.cat([rig.step([i % 500 for i in range(n, n + len(lengths))]) for n in (1, 7)])]
-    near(*logits)
+    as_near(*logits)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pieces", [[4096], [1000, 40, 2000, 1056]])
-def test_a_gpu_runs_a_prompt_over_stored_keys_as_over_widened_ones(
-    tmp_path: Path, pieces: list[int], dtype: torch.dtype
-) -> None:
+def test_a_gpu_runs_a_prompt_over_stored_keys_as_over_widened_ones(tmp_path: Path, pieces: list[int]) -> None:
     made = random_model(nano(), 6)
     write_checkpoint(made, tmp_path)
-    model = read_checkpoint(tmp_path, dtype=dtype, device="cuda")
-    model.token_map.set(made.token_map.compressed_V)
-    prompt_T = torch.arange(4096, device="cuda") ** 2 % model.config.vocab_size
-    logits = []
-    for in_place in (True, False):
+    prompt_T = torch.arange(4096, device="cuda") ** 2 % made.config.vocab_size
+
+    def run(dtype: torch.dtype, in_place: bool) -> Tensor:
+        model = read_checkpoint(tmp_path, dtype=dtype, device="cuda")
+        model.token_map.set(made.token_map.compressed_V)
         state = model.new_state()
         assert state.in_place
         state.in_place = in_place
         parts = [model.prefill(state, piece, prompt_tokens=4096) for piece in prompt_T.split(pieces)]
-        logits.append(torch.cat(parts).float())
-    near(*logits)
+        return torch.cat(parts).float()
+
+    exact = run(torch.float32, False)
+    assert float((run(torch.float32, True) - exact).norm() / exact.norm()) < 0.05
+    as_near(run(torch.bfloat16, True), run(torch.bfloat16, False), exact)
 
 
 @pytest.mark.usefixtures("without_expert_loop")
