@@ -441,20 +441,27 @@ def main() -> None:
         )
     clock = Clock() if timing else None
 
-    def report(op: str, case: str, us: tuple[float, float], parts: dict[str, Floor], more: str) -> None:
+    def record(op: str, case: str, *values: object) -> None:
+        if arguments.csv is None:
+            return
+        fresh = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if fresh:
+                writer.writerow(COLUMNS)
+            writer.writerow((datetime.date.today().isoformat(), commit, machine, op, case, *values))
+
+    def report(
+        op: str, case: str, us: tuple[float, float], parts: dict[str, Floor], more: str, launches: int | None = None
+    ) -> None:
         floor = sum(part.us(copy, products) for part in parts.values())
         print(f"{op:16} {case:14} {us[0]:9.1f} us (spread {us[1]:.1f}), floor {floor:.1f}, x{us[0] / floor:.2f}{more}")
-        if arguments.csv is not None:
-            fresh = not arguments.csv.exists()
-            with arguments.csv.open("a", newline="") as file:
-                writer = csv.writer(file)
-                if fresh:
-                    writer.writerow(COLUMNS)
-                num_bytes, flops = (round(sum(part[k] for part in parts.values())) for k in range(2))
-                today = datetime.date.today().isoformat()
-                row = today, commit, machine, op, case, f"{us[0]:.2f}", f"{us[1]:.2f}", num_bytes, flops
-                writer.writerow((*row, f"{floor / us[0]:.3f}", "", ""))
+        num_bytes, flops = (round(sum(part[k] for part in parts.values())) for k in range(2))
+        beside = "" if launches is None else f"{launches} launches"
+        record(op, case, f"{us[0]:.2f}", f"{us[1]:.2f}", num_bytes, flops, f"{floor / us[0]:.3f}", beside, "")
 
+    if timing:
+        record("cache", "T=1048576", "", "", round(pages * 2**20), 0, "", "", "")
     totals: dict[tuple[int, int], float] = {}
     measured: set[str] = set()
     wanted = modes(config)
@@ -482,7 +489,7 @@ def main() -> None:
             more = f", {len(launched)} kernels"
             if APART:
                 more += f" of {sum(time for _, time in launched):.1f} us"
-            report(f"layer_{name}", f"B={rows} T={context}", us, parts, more)
+            report(f"layer_{name}", f"B={rows} T={context}", us, parts, more, len(launched))
             if arguments.profile:
                 for kernel, time in launched:
                     print(f"    {time:8.2f} us {kernel[:100]}")
