@@ -284,7 +284,16 @@ def test_paged_attention(
 
 @pytest.mark.parametrize(
     ("heads", "window", "k", "shares"),
-    [(5, 21, 40, 1), (3, 133, 100, 2), release(64, 128, 0, 1), release(64, 128, 512, 1), release(64, 128, 512, 10)],
+    [
+        (5, 21, 40, 1),
+        (3, 133, 100, 2),
+        (3, 133, 0, 1),
+        release(64, 128, 0, 1),
+        # a window and a draft's block
+        release(64, 133, 0, 2),
+        release(64, 128, 512, 1),
+        release(64, 128, 512, 10),
+    ],
 )
 def test_wide_attention(
     device: str, heads: int, window: int, k: int, shares: int, monkeypatch: pytest.MonkeyPatch
