@@ -7,7 +7,6 @@ do nothing, shared memory begins as NaN, and the module's inline assembly is rep
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -124,32 +123,6 @@ class Shared:
         return Shared(self.data.view(dtype).view(shape))
 
 
-class Blocks(Shared):
-    """Matrices in `NVMMASharedLayout`: of 128 bytes of every row, then of the next 128."""
-
-    def __init__(self, memory: Tensor, shape: list[int]) -> None:
-        self.memory, self.shape = memory, shape
-
-    def _blocks(self) -> Tensor:
-        rows, columns = self.shape
-        width = min(columns, 128 // self.memory.element_size())
-        return self.memory.view(columns // width, rows, width).transpose(0, 1)
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self._blocks().reshape(self.shape)
-
-    def index(self, place: Any) -> Shared:
-        return Blocks(self.memory.view(self.shape[0], -1)[int(place)], self.shape[1:])
-
-    def store(self, value: Value) -> None:
-        blocks = self._blocks()
-        blocks.copy_(value.data.view(blocks.shape))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return Blocks(self.memory.view(dtype), shape)
-
-
 class Language:
     """`triton.experimental.gluon.language`, as far as needed."""
 
@@ -174,12 +147,8 @@ class Language:
     def num_programs(self, axis: int) -> int:
         return self.grid[axis]
 
-    def NVMMASharedLayout(self, *_: Any) -> type[Shared]:
-        return Blocks
-
-    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: type[Shared] | None) -> Shared:
-        memory = torch.full([math.prod(shape)], torch.nan if dtype.is_floating_point else -2, dtype=dtype)
-        return Blocks(memory, shape) if layout is Blocks else Shared(memory.view(shape))
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
+        return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -2, dtype=dtype))
 
     def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0) -> Value:
         offset, there = torch.broadcast_tensors(pointer.offset, torch.tensor(True) if mask is None else mask.data)
@@ -253,22 +222,20 @@ class Language:
 
 
 class Barriers:
-    """`mbarrier`: a word of shared memory counts arrivals, a phase is over after as many as `init` says."""
+    """`mbarrier`: a word of shared memory counts the phases that are over, one for each arrival."""
 
     MBarrierLayout = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._counts: dict[int, int] = {}
 
     def init(self, barrier: Shared, count: int) -> None:
-        self._counts[barrier.data.data_ptr()] = count
+        assert count == 1
         barrier.data.zero_()
 
     def wait(self, barrier: Shared, phase: Any) -> None:
-        count = self._counts[barrier.data.data_ptr()]
         with self._changed:
-            assert self._changed.wait_for(lambda: int(barrier.data) // count & 1 != int(phase), timeout=10)
+            assert self._changed.wait_for(lambda: int(barrier.data) & 1 != int(phase), timeout=10)
 
     def arrive(self, barrier: Shared, count: int) -> None:
         with self._changed:
@@ -294,16 +261,23 @@ def _halves(
     return Value((low & 0xFFFF) | (high << 16))
 
 
-def _byte(place: int) -> Callable[[Tensor], Tensor]:
-    return lambda words: ((words >> 8 * place) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float()
+def _widen_nibbles(word: Value, scale: Value) -> tuple[Value, ...]:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values]) * 2.0**-6
+
+    def nibble(place: int) -> Callable[[Tensor], Tensor]:
+        return lambda words: values[(words >> 4 * place) & 15]
+
+    return tuple(
+        _halves(word.data, scale.data, nibble(a), nibble(b)) for a, b in ((0, 2), (4, 6), (1, 3), (5, 7))
+    )  # fmt: skip
 
 
 def _widen_bytes(word: Value, scale: Value) -> tuple[Value, ...]:
-    return tuple(_halves(word.data, scale.data, _byte(a), _byte(b)) for a, b in ((0, 2), (1, 3)))
+    def byte(place: int) -> Callable[[Tensor], Tensor]:
+        return lambda words: ((words >> 8 * place) & 255).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
-
-def _widen_codes(word: Value, scale: Value) -> tuple[Value, ...]:
-    return tuple(_halves(word.data, scale.data, _byte(a), _byte(b)) for a, b in ((0, 1), (2, 3)))
+    return tuple(_halves(word.data, scale.data, byte(a), byte(b)) for a, b in ((0, 2), (1, 3)))
 
 
 def _pack(even: Value, odd: Value) -> Value:
@@ -320,10 +294,10 @@ def interpreted(module: ModuleType, kernel: str) -> Iterator[Any]:
     """The module's kernel, to be launched as one: `kernel[grid](...)`."""
     language = Language()
     replaced: dict[str, Any] = {name: f.fn for name, f in vars(module).items() if isinstance(f, JITFunction)}
-    replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait}
-    replaced |= {"_widen_codes": _widen_codes, "_widen_bytes": _widen_bytes, "_pack": _pack, "mbarrier": Barriers()}
-    nothing = "fence_async_shared", "gdc_wait", "gdc_launch_dependents", "_groups", "_touch"
-    replaced |= dict.fromkeys(nothing, _nothing)
+    replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait, "_groups": _nothing}
+    replaced |= dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), _nothing)
+    replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack}
+    replaced["mbarrier"] = Barriers()
 
     class Launcher:
         def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:

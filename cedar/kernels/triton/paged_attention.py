@@ -214,11 +214,6 @@ def _of_words(stored: Stored) -> bool:
     return (codes.stride(0) | codes.stride(1) | codes.data_ptr()) % 4 == 0
 
 
-def _flat(stored: Stored) -> bool:
-    """Whether one page's rows follow another's."""
-    return all(field.stride(0) == field.shape[1] * field.stride(1) for field in (stored.codes_PNX, stored.scales_PNG))
-
-
 def _num_shares(num_rows: int, num_tiles: int, wide: bool) -> int:
     """Shares of a row's tiles that pay (64 heads of 512 channels measured)."""
     # two tiles are not worth a second kernel
@@ -268,10 +263,6 @@ def paged_attention(
     num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
     if shares is None:
         shares = _num_shares(num_rows, num_tiles, wide)
-    if wide:
-        # whole rows by wider tiles
-        tile = 128 if shares == 1 else 64
-        num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
     tiles_a_share = triton.cdiv(num_tiles, shares)
     shares = triton.cdiv(num_tiles, tiles_a_share)
     selection = slot_T if selection_TK is None else selection_TK.contiguous()
@@ -290,13 +281,10 @@ def paged_attention(
     )  # fmt: skip
     constants = {"RING": codes.shape[1], "PER_PAGE": stored.codes_PNX.shape[1], "C": channels, "J": tile}
     if wide:
-        tiles = next_power_of_2(triton.cdiv(num_selected, tile)) if num_selected else 0
-        # places of two rows have room up to 2,048 entries
-        several = shares == 1 and num_selected <= 2048
-        _attend_wide[(min(num_rows, _PROGRAMS) if several else num_rows, shares)](
-            *arguments, num_rows, **constants, TILES=tiles, TABLES=1 + several, FLAT=_flat(stored), H=64,
-            ALONE=shares == 1, num_warps=8, launch_pdl=AHEAD,
-        )  # fmt: skip
+        tiles = max(1, next_power_of_2(triton.cdiv(num_selected, tile)))
+        _attend_wide[(num_rows, shares)](
+            *arguments, **constants, TILES=tiles, H=64, ALONE=shares == 1, num_warps=8, launch_pdl=AHEAD
+        )
     else:
         _attend[(num_rows, shares)](
             *arguments, **constants, H=max(16, next_power_of_2(num_heads)), ALONE=shares == 1, EXACT=exact,
