@@ -52,8 +52,6 @@ class Value:
             return Value(self.data.to(torch.int16).view(torch.float16))
         if dtype == torch.float32:
             return Value(self.data.to(torch.int32).view(torch.float32))
-        if dtype == torch.int32:
-            return Value(self.data.view(dtype))
         return Value(self.data.view(torch.int16).long() & 0xFFFF)
 
 
@@ -71,7 +69,7 @@ for _name, _of_two in {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "lshift": lambda a, b: a << b, "rshift": lambda a, b: a >> b,
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+    "ne": lambda a, b: a != b,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"), "mod": torch.fmod,
 }.items():  # fmt: skip
     _forward, _backward = _operator(_of_two)
@@ -131,8 +129,7 @@ class Language:
     constexpr = object
 
     def __init__(self) -> None:
-        self.place: tuple[int, ...] = (0, 0)
-        self.grid: tuple[int, ...] = (0, 0)
+        self.place = self.grid = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -153,22 +150,16 @@ class Language:
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
         return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -2, dtype=dtype))
 
-    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
+    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0) -> Value:
         offset, there = torch.broadcast_tensors(pointer.offset, torch.tensor(True) if mask is None else mask.data)
         # what is masked is not touched
         found = pointer.elements()[offset.where(there, 0)]
         return Value(found.where(there, torch.as_tensor(other, dtype=found.dtype)))
 
-    def store(self, pointer: Pointer, value: Value | int, mask: Value | None = None) -> None:
-        value, mask = (Value(True if x is None else x) if not isinstance(x, Value) else x for x in (value, mask))
+    def store(self, pointer: Pointer, value: Value, mask: Value) -> None:
         assert value.data.is_floating_point() == pointer.dtype.is_floating_point
         offset, data, there = torch.broadcast_tensors(pointer.offset, value.data.to(pointer.dtype), mask.data)
         pointer.elements()[offset[there]] = data[there]
-
-    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> Value:
-        before = self.load(pointer)
-        self.store(pointer, before + value)
-        return before
 
     def arange(self, start: int, stop: int, layout: None) -> Value:
         return Value(torch.arange(start, stop))
@@ -207,9 +198,6 @@ class Language:
 
     def reshape(self, x: Value, shape: list[int]) -> Value:
         return Value(x.data.reshape(shape))
-
-    def abs(self, x: Value) -> Value:
-        return Value(x.data.abs())
 
     def join(self, x: Value, y: Value) -> Value:
         return Value(torch.stack([x.data, y.data], dim=-1))
@@ -292,11 +280,6 @@ def _widen_bytes(word: Value, scale: Value) -> tuple[Value, ...]:
     return tuple(_halves(word.data, scale.data, byte(a), byte(b)) for a, b in ((0, 2), (1, 3)))
 
 
-def _widen(word: Value) -> tuple[Value, ...]:
-    bytes_ = (word.data >> 8 * place & 255 for place in range(4))
-    return tuple(Value(byte.to(torch.uint8).view(torch.float8_e4m3fn).float()) for byte in bytes_)
-
-
 def _pack(even: Value, odd: Value) -> Value:
     low, high = (x.data.bfloat16().view(torch.int16).long() for x in (even, odd))
     return Value((low & 0xFFFF) | (high << 16))
@@ -313,12 +296,11 @@ def interpreted(module: ModuleType, kernel: str) -> Iterator[Any]:
     replaced: dict[str, Any] = {name: f.fn for name, f in vars(module).items() if isinstance(f, JITFunction)}
     replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait, "_groups": _nothing}
     replaced |= dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), _nothing)
-    replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack, "_widen": _widen}
+    replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack}
     replaced["mbarrier"] = Barriers()
-    replaced = {name: value for name, value in replaced.items() if hasattr(module, name)}
 
     class Launcher:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
             def launch(*arguments: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
                 pointers = [Pointer.of(a) if isinstance(a, Tensor) else a for a in arguments]
                 language.grid = grid

@@ -675,46 +675,6 @@ def test_packed_linear(device: str, dtype: torch.dtype, rows: int, channels: int
         assert torch.equal(got, again)
 
 
-@pytest.mark.parametrize(
-    ("groups", "channels", "outputs", "rounded"),
-    # less than a step, an odd number of steps, shares, several groups
-    [
-        (1, 96, 32, False),
-        (2, 384, 64, True),
-        (1, 1184, 96, True),
-        release(1, 1280, 32768, False),
-        release(1, 8192, 5120, False),
-        release(8, 4096, 1024, True),
-    ],
-)
-def test_one_row(
-    device: str, groups: int, channels: int, outputs: int, rounded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row, whose kernel is Gluon's; twice, since shares leave their counters at zero."""
-    from cedar.kernels.triton import one_row
-    from tests.kernels import gluon_on_torch
-
-    x = torch.randn(1, groups, channels + 32, device=device).bfloat16()[..., 32:]
-    packed = [fp8.quantize_tiles(torch.randn(outputs, channels, device=device)) for _ in range(groups)]
-    codes, tiles = (torch.stack(parts) for parts in zip(*packed, strict=True))
-    spec = FP8 if rounded else None
-    with use_kernels("reference"):
-        want = dense.packed_grouped_linear(x.float(), codes, tiles, None).bfloat16()
-        want = quantize.round_rows(want, spec) if spec is not None else want
-    if device == "cuda":
-        if not one_row.RUNS:
-            pytest.skip("measured on Hopper alone")
-        with use_kernels("triton"):
-            got, again = (dense.packed_grouped_linear(x, codes, tiles, spec) for _ in range(2))
-    else:
-        with gluon_on_torch.interpreted(one_row, "_one_row") as launcher, monkeypatch.context() as patch:
-            patch.setattr(one_row, "_one_row", launcher)
-            got, again = (one_row.product(x[0].contiguous(), codes, tiles, rounded).unsqueeze(0) for _ in range(2))
-    assert torch.equal(got, again)
-    # a last bit before the rounding may move a value by one code
-    assert (got.float() - want.float()).norm() <= (1e-2 if rounded else 3e-3) * want.float().norm()
-
-
 def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> float:
     """Of the outputs of each scale, in units of what is allowed."""
     assert got.isfinite().all()
