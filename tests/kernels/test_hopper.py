@@ -35,7 +35,6 @@ EXPECTED = {
     "_plan",
     "_pool_pairs",
     "_route",
-    "_row_linear",
     "_router_shares",
     "_scores",
     "_select",

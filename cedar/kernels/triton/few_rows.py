@@ -18,8 +18,7 @@ from cedar.kernels.triton.quantize import round_groups
 __all__ = ["FORWARD_ONLY", "fits", "grouped_linear", "norm_round", "unavailable"]
 
 FORWARD_ONLY = ("norm_round", "grouped_linear")
-# rows of a tile; up to _MOST_ALONE are taken one by one
-_ROWS, _MOST_ALONE = 16, 4
+_ROWS = 16
 _STEP = 256
 _MAX_ROWS = 512
 _MAX_CHANNELS = 4096
@@ -79,29 +78,6 @@ def _grouped_linear(
     tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _row_linear(
-    x_ptr, w_ptr, y_ptr, row_stride, group_stride, channels, outputs,
-    ROUNDED: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    announce()
-    # one program: one row times B outputs of one group
-    t, group, num_groups = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
-    column, channel = tl.program_id(1) * B + tl.arange(0, B), tl.arange(0, K)
-    inside, wanted = channel < channels, column < outputs
-    w_ptr += group.to(tl.int64) * outputs * channels + column[:, None] * channels
-    # all of the weight is read while the kernel before still runs
-    w = tl.load(w_ptr + channel[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-    wait()
-    x = tl.load(x_ptr + t * row_stride + group * group_stride + channel, mask=inside, other=0.0)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    total = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1).to(dtype)
-    if ROUNDED:
-        # the outputs of a program are one group
-        total = tl.reshape(round_groups(tl.reshape(total.to(tl.float32), (1, B)), 0), (B,)).to(dtype)
-    tl.store(y_ptr + (t * num_groups + group) * outputs + column, total, mask=wanted)
-
-
 def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -> Tensor:
     num_rows, num_groups, channels = x_TGI.shape
     outputs = weight_GOI.shape[1]
@@ -110,15 +86,8 @@ def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor, spec: FormatSpec | None) -
     assert spec is None or spec == FP8
     # a group of the format, where the result is rounded
     width = 32 if spec is not None else min(32, max(16, next_power_of_2(outputs)))
-    step = min(_STEP, max(32, next_power_of_2(channels)))
-    if num_rows <= _MOST_ALONE and channels <= step:
-        _row_linear[(num_rows, triton.cdiv(outputs, 32), num_groups)](
-            x_TGI, weight_GOI, y_TGO, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
-            ROUNDED=spec is not None, B=32, K=step, num_warps=4,
-            launch_pdl=AHEAD,
-        )  # fmt: skip
-        return y_TGO
     grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(outputs, width), num_groups
+    step = min(_STEP, max(32, next_power_of_2(channels)))
     _grouped_linear[grid](
         x_TGI, weight_GOI, y_TGO, num_rows, x_TGI.stride(0), x_TGI.stride(1), channels, outputs,
         ROUNDED=spec is not None, OPERAND=operand(x_TGI), ONE=channels <= step, P=_ROWS, B=width, K=step,
