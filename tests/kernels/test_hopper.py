@@ -20,6 +20,7 @@ EXPECTED = {
     "_block_scores",
     "_choose_many",
     "_down",
+    "_down_all",
     "_draw_rows",
     "_gate",
     "_grouped_linear",
