@@ -160,8 +160,10 @@ class PageTable:
     def missing(self, num_tokens: int, write_from: int) -> int:
         """Pages that `reserve` would take."""
         wanted = -(-num_tokens // PAGE_TOKENS)
-        shared = sum(self.pool.references(page) > 1 for page in self.pages[write_from // PAGE_TOKENS : wanted])
-        return max(wanted - len(self.pages), 0) + shared
+        missing = max(wanted - len(self.pages), 0)
+        for page in self.pages[write_from // PAGE_TOKENS : wanted]:
+            missing += self.pool.references(page) > 1
+        return missing
 
     def reserve(self, num_tokens: int, write_from: int) -> None:
         """Make the tokens [write_from, num_tokens) writable: new pages at the end, copies of shared ones.

@@ -306,9 +306,11 @@ class Sequence:
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    num_prompt: int = field(init=False)
     prompt_keys: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
         self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
 
     def keys(self, stop: int) -> Several[int]:
@@ -316,10 +318,6 @@ class Sequence:
         if not self.request.images:
             return self.tokens[:stop]
         return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cedar.cache.manager import CacheManager, Lease
@@ -39,8 +41,19 @@ _MOST_ROWS = 512
 _NUM_INTEGERS, _NUM_FLOATS = 4, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Round(NamedTuple):
+    """What a draft's round gave: as `Drafted`, but for its first two, which are on the host until the next round.
+
+    The others lie in the graph's memory, with those of idle rows behind them.
+    """
+
+    ids_AG: NDArray[np.int64]
+    confidence_AG: NDArray[np.float32]
+    base_AGV: Tensor
+    hidden_AGD: Tensor
+
+
+class Row(NamedTuple):
     """One sequence's part of a step: its newest token, then the drafts that are verified."""
 
     state: SequenceState
@@ -131,6 +144,11 @@ class DecodeRunner:
         self._held: dict[SequenceState, int] = {}
         # slots whose page table is another sequence's yet
         self._unpaged: set[int] = set()
+        # by slot, and neutral for the idle one: top_k; temperature, top_p, min_p; whose they are
+        self._top_k = np.zeros(max_rows + 1, dtype=np.int64)
+        self._floats = np.zeros((_NUM_FLOATS - 1, max_rows + 1))
+        self._floats[1] = 1
+        self._samplers: list[Sampler | None] = [None] * max_rows
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._draft_graphs: dict[int, _DraftGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
@@ -143,6 +161,7 @@ class DecodeRunner:
         self._staged, self._answers = staged((_NUM_INTEGERS + _NUM_FLOATS) * most), staged(most)
         self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
         self._drafted_ids, self._confidence = staged(most), staged(most, torch.float32)
+        self._host_drafted, self._host_confidence = self._drafted_ids.numpy(), self._confidence.numpy()
 
     def fitting(self, states: Sequence[SequenceState]) -> list[int]:
         """The places of those among `states` that may take part together: each has a slot, or there is one for it."""
@@ -176,40 +195,33 @@ class DecodeRunner:
                 f"on {self.model.device}"
             )
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[tuple[SequenceState, int]]) -> Drafted:
-        """A draft's round behind the newest token of each sequence, which gets a slot if it has none.
-
-        Tokens and confidences come to the host; the rest lies in the graph's memory until the next round.
-        """
+    def propose(self, rows: Sequence[tuple[SequenceState, int]]) -> Round:
+        """A draft's round behind the newest token of each sequence, which gets a slot if it has none."""
         assert self._draft is not None
-        for state, _ in rows:
-            self._enter(state)
-        graph = self._draft_graph(_rounded(len(rows), self.max_rows))
-        idle = graph.num_rows - len(rows)
-        staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
-        staged[:] = [
-            [self._held[state] for state, _ in rows] + [self.slots.num_slots] * idle,
-            [state.num_tokens for state, _ in rows] + [0] * idle,
-            [anchor for _, anchor in rows] + [0] * idle,
-        ]
+        num_rows = len(rows)
+        graph = self._draft_graph(_rounded(num_rows, self.max_rows))
+        idle = [0] * (graph.num_rows - num_rows)
+        staged = self._host_staged[: 3 * graph.num_rows].reshape(3, graph.num_rows)
+        staged[0, :num_rows] = [self._enter(state) for state, _ in rows]
+        staged[0, num_rows:] = self.slots.num_slots
+        staged[1] = [state.num_tokens for state, _ in rows] + idle
+        staged[2] = [anchor for _, anchor in rows] + idle
         graph.replay()
         self._wait()
-        shape = graph.num_rows, -1
-        return Drafted(
-            self._drafted_ids[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
-            self._confidence[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
-            graph.drafted.base_AGV[: len(rows)],
-            graph.drafted.hidden_AGD[: len(rows)],
+        num_values = num_rows * graph.drafted.ids_AG.shape[1]
+        return Round(
+            self._host_drafted[:num_values].reshape(num_rows, -1),
+            self._host_confidence[:num_values].reshape(num_rows, -1),
+            graph.drafted.base_AGV,
+            graph.drafted.hidden_AGD,
         )
 
-    @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
         """The rows' tokens: those chosen behind each (-1 where logits are not finite), and the logits [T, V].
 
-        All of them count as held: `roll_back` forgets the rejected. The logits lie in the graph's own memory: the
-        next step overwrites them. A row whose sampler needs logits gets a token that means nothing, and so does a row
-        behind a draft unless it is the likeliest that is wanted.
+        All of them count as held: `roll_back` forgets the rejected. The logits, of idle rows too, lie in the graph's
+        own memory: the next step overwrites them. A row whose sampler needs logits gets a token that means nothing,
+        and so does one behind a draft that was drawn by chance.
 
         Raises:
             CapacityError: More sequences than slots, or more rows than a step takes.
@@ -220,20 +232,27 @@ class DecodeRunner:
                 f"{num_rows} rows of {len(rows)} sequences for {self.max_step_rows} rows of {self.max_rows} slots: "
                 "run them in several steps"
             )
+        slots: list[int] = []
+        positions: list[int] = []
+        ids: list[int] = []
+        uniforms: list[float] = []
+        longest, filtered = 0, False
         for row in rows:
-            self._place(row)
-        filtered = any(
-            params.top_k or params.top_p < 1 or params.min_p for params in (row.sampler.params for row in rows)
-        )
-        longest = max(row.state.num_tokens + len(row.ids) for row in rows)
+            slot, start, width = self._place(row), row.state.num_tokens, len(row.ids)
+            slots += [slot] * width
+            positions += range(start, start + width)
+            ids += row.ids
+            uniforms += row.sampler.uniforms(width)
+            longest = max(longest, start + width)
+            filtered = filtered or row.sampler.filters
         graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, filtered=filtered)
-        self._stage(graph, rows, num_rows)
+        self._stage(graph.num_rows, slots, positions, ids, uniforms)
         graph.replay()
         # while the device works
         for row in rows:
             self.slots.stepped(row.state, len(row.ids))
         self._wait()
-        return self._host_answers[:num_rows].tolist(), graph.logits_TV[:num_rows]
+        return self._host_answers[:num_rows].tolist(), graph.logits_TV
 
     @torch.inference_mode()
     def leave(self, state: SequenceState) -> None:
@@ -254,38 +273,42 @@ class DecodeRunner:
             slot = self._free.pop()
             self._held[state] = slot
             self._unpaged.add(slot)
-            self.slots.enter(state, slot)
+            with torch.inference_mode():
+                self.slots.enter(state, slot)
         return slot
 
-    def _place(self, row: Row) -> None:
+    def _place(self, row: Row) -> int:
+        """A sequence's slot, which knows its pages and how it samples."""
         slot = self._enter(row.state)
-        self.slots.set_pages(slot, row.lease.table.pages, entered=slot in self._unpaged)
-        self._unpaged.discard(slot)
+        entered = slot in self._unpaged
+        self.slots.set_pages(slot, row.lease.table.pages, entered=entered)
+        if entered:
+            self._unpaged.discard(slot)
+        if self._samplers[slot] is not row.sampler:
+            params = row.sampler.params
+            self._samplers[slot], self._top_k[slot] = row.sampler, params.top_k
+            self._floats[:, slot] = params.temperature, params.top_p, params.min_p
+        return slot
 
     def _wait(self) -> None:
         """Until a graph's answers have arrived."""
         if self._capture:
             torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _stage(self, graph: _Graph, rows: Sequence[Row], num_rows: int) -> None:
-        idle = graph.num_rows - num_rows
-        samplers = [row.sampler for row in rows for _ in row.ids]
-        integers = [
-            [self._held[row.state] for row in rows for _ in row.ids] + [self.slots.num_slots] * idle,
-            [row.state.num_tokens + place for row in rows for place in range(len(row.ids))] + [0] * idle,
-            [token_id for row in rows for token_id in row.ids] + [0] * idle,
-            [sampler.params.top_k for sampler in samplers] + [0] * idle,
-        ]
-        floats = [
-            [float(sampler.params.temperature) for sampler in samplers] + [0.0] * idle,
-            [float(sampler.params.top_p) for sampler in samplers] + [1.0] * idle,
-            [float(sampler.params.min_p) for sampler in samplers] + [0.0] * idle,
-            [sampler.uniform() for sampler in samplers] + [0.0] * idle,
-        ]
+    def _stage(
+        self, num_rows: int, slots: list[int], positions: list[int], ids: list[int], uniforms: list[float]
+    ) -> None:
+        """What a graph of so many rows reads; rows beyond those given are idle."""
+        count = len(slots)
         # numpy: a torch call costs as much as all of this
-        staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
-        staged[:_NUM_INTEGERS] = integers
-        staged[_NUM_INTEGERS:].view(np.float64)[:] = floats
+        staged = self._host_staged[: (_NUM_INTEGERS + _NUM_FLOATS) * num_rows].reshape(-1, num_rows)
+        floats = staged[_NUM_INTEGERS:].view(np.float64)
+        slot_T = staged[0]
+        slot_T[:count], slot_T[count:] = slots, self.slots.num_slots
+        staged[1:3, :count], staged[1:3, count:] = (positions, ids), 0
+        staged[3] = self._top_k[slot_T]
+        floats[:-1] = self._floats[:, slot_T]
+        floats[-1, :count], floats[-1, count:] = uniforms, 0
 
     def _graph(self, num_rows: int, longest: int, *, filtered: bool) -> _Graph:
         context = _FIRST_CONTEXT
@@ -297,6 +320,7 @@ class DecodeRunner:
             self._graphs[key] = self._build(*key)
         return self._graphs[key]
 
+    @torch.inference_mode()
     def _build(self, num_rows: int, context: int, filtered: bool) -> _Graph:
         device = self.model.device
         inputs = torch.zeros(_NUM_INTEGERS + _NUM_FLOATS, num_rows, dtype=torch.int64, device=device)
@@ -325,17 +349,22 @@ class DecodeRunner:
 
     def _draft_graph(self, num_rows: int) -> _DraftGraph:
         if num_rows not in self._draft_graphs:
-            inputs = torch.zeros(3, num_rows, dtype=torch.int64, device=self.model.device)
-            self._staged.zero_()
-            self._staged[:num_rows] = self.slots.num_slots
-            graph = _DraftGraph(num_rows, inputs)
-            if self._capture:
-                graph.replay = self._captured(lambda: self._run_draft(graph))
-            else:
-                graph.replay = lambda: self._run_draft(graph)
-            self._draft_graphs[num_rows] = graph
+            self._draft_graphs[num_rows] = self._build_draft(num_rows)
         return self._draft_graphs[num_rows]
 
+    @torch.inference_mode()
+    def _build_draft(self, num_rows: int) -> _DraftGraph:
+        inputs = torch.zeros(3, num_rows, dtype=torch.int64, device=self.model.device)
+        self._staged.zero_()
+        self._staged[:num_rows] = self.slots.num_slots
+        graph = _DraftGraph(num_rows, inputs)
+        if self._capture:
+            graph.replay = self._captured(lambda: self._run_draft(graph))
+        else:
+            graph.replay = lambda: self._run_draft(graph)
+        return graph
+
+    @torch.inference_mode()
     def _run_draft(self, graph: _DraftGraph) -> None:
         assert self._draft is not None
         graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)
@@ -346,6 +375,7 @@ class DecodeRunner:
         ):
             host[: values.numel()].copy_(values.flatten(), non_blocking=True)
 
+    @torch.inference_mode()
     def _run(self, graph: _Graph) -> None:
         # the graph holds the copies in and out, from and to host memory that never moves
         graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)

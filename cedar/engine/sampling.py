@@ -117,9 +117,12 @@ class Sampler:
         self._has_penalty = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
+        # whether a choice takes more than temperature and chance
+        self.filters = bool(params.top_k or params.top_p < 1 or params.min_p)
         self._prompt_seen = frozenset(self._seen)
-        # the next random numbers, last first: drawn many at a time, they are the same numbers
+        # random numbers and how many are spent: drawn many at a time, they are the same numbers
         self._draws: list[float] = []
+        self._spent = 0
         self._generator, self.draft_generator = torch.Generator(), torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -138,29 +141,35 @@ class Sampler:
         """Whether `kernels.sampling` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
         return self._has_penalty or self._constraint is not None or self._params.logprobs is not None
 
-    def uniform(self) -> float:
-        """The random number of the next token; the same until a token was taken."""
-        if not self._draws:
-            self._draws = torch.rand(_DRAWS, generator=self._generator, dtype=torch.float64).tolist()[::-1]
-        return self._draws[-1]
+    def uniforms(self, count: int) -> list[float]:
+        """The random numbers of the next tokens; the same until tokens were taken. The likeliest token needs none."""
+        if self._params.temperature == 0:
+            return [0.0] * count
+        stop = self._spent + count
+        if stop > len(self._draws):
+            fresh = torch.rand(max(_DRAWS, count), generator=self._generator, dtype=torch.float64)
+            self._draws = self._draws[self._spent :] + fresh.tolist()
+            self._spent, stop = 0, count
+        return self._draws[self._spent : stop]
 
-    def take(self, token_id: int) -> Token:
+    def take(self, token_ids: Sequence[int]) -> list[Token]:
         """What `cedar.kernels.sampling` chose.
 
         Raises:
             ArithmeticError: It found logits that are not finite.
         """
-        if token_id < 0:
+        if min(token_ids) < 0:
             raise ArithmeticError("the model's logits are not finite")
-        self._spend()
-        self._note(token_id)
-        return Token(token_id)
+        self._spend(len(token_ids))
+        self._note(token_ids)
+        return [Token(token_id) for token_id in token_ids]
 
-    def _spend(self) -> float:
-        """The random number of this token; the next one gets another."""
-        uniform = self.uniform()
-        self._draws.pop()
-        return uniform
+    def _spend(self, count: int) -> list[float]:
+        """The random numbers of these tokens; the next ones get others."""
+        uniforms = self.uniforms(count)
+        if self._params.temperature:
+            self._spent += count
+        return uniforms
 
     def __call__(self, logits_V: Tensor, draft_id: int | None = None, draft_prob_V: Tensor | None = None) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
@@ -173,14 +182,14 @@ class Sampler:
                 token is then the very same as without a draft.
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
-        uniform = self._spend()
+        (uniform,) = self._spend(1)
         permitted_V = self._permitted(self._weighed(logits_V))
         if draft_id is None or draft_prob_V is None or self._params.temperature == 0:
             token_id = choose(permitted_V, self._params, uniform)
         else:
             uniforms = uniform, _uniform(self.draft_generator)
             token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, uniforms)
-        self._note(token_id)
+        self._note([token_id])
         if self._params.logprobs is None:
             return Token(token_id)
         logprob_V = logits_V.log_softmax(0)
@@ -190,9 +199,8 @@ class Sampler:
 
     def inherit(self, token_ids: Sequence[int]) -> None:
         """The answer begins with tokens that this sampler did not choose; its random numbers for them are spent."""
-        for token_id in token_ids:
-            self._spend()
-            self._note(token_id)
+        self._spend(len(token_ids))
+        self._note(token_ids)
 
     def rewind(self, token_ids: Sequence[int], constraint: Constraint | None) -> None:
         """The answer is `token_ids` again; random numbers go on, so what follows may differ from what was.
@@ -203,15 +211,15 @@ class Sampler:
         self._constraint = constraint
         self._counts.clear()
         self._seen = set(self._prompt_seen)
-        for token_id in token_ids:
-            self._note(token_id)
+        self._note(token_ids)
 
-    def _note(self, token_id: int) -> None:
+    def _note(self, token_ids: Sequence[int]) -> None:
         if self._has_penalty:
-            self._counts[token_id] += 1
-            self._seen.add(token_id)
+            self._counts.update(token_ids)
+            self._seen.update(token_ids)
         if self._constraint is not None:
-            self._constraint.accept(token_id)
+            for token_id in token_ids:
+                self._constraint.accept(token_id)
 
     def _weighed(self, logits_V: Tensor) -> Tensor:
         params = self._params

@@ -262,6 +262,8 @@ class SequenceState:
         self._farthest = 0
         # position from which an exact rebuild needs whole encoder rows, 0 if there was none
         self._exact_stop = 0
+        # what decoding changes lies in a slot (`cedar.model.decode`): here only the two numbers of tokens are true
+        self.in_slot = False
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
@@ -532,6 +534,8 @@ class SequenceState:
         if dropped == 0:
             return
         self.num_tokens = num_tokens
+        if self.in_slot:
+            return
         for source, store in self.entries.items():
             count = num_tokens // self.config.attention.compress_ratios[source]
             store.truncate(count)
