@@ -1126,7 +1126,10 @@ class Engine:
     def _publish(self, sequence: Sequence) -> None:
         """Offer the whole pages of the rows that have run."""
         lease = sequence.lease
-        if self.cache is not None and lease is not None and sequence.num_done >= lease.published + PAGE_TOKENS:
+        if lease is None or sequence.num_done < lease.published + PAGE_TOKENS:
+            return
+        assert self.cache is not None
+        if self.cache.keeps(lease):
             self.cache.publish(lease, sequence.keys(sequence.num_done))
 
     def _publish_end(self, sequence: Sequence) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
 from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
@@ -160,9 +162,11 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token; `top` holds (id, log-probability) of the likeliest ones if asked for."""
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One generated token; `top` holds (id, log-probability) of the likeliest ones if asked for.
+
+    A struct, since there are many: it takes a tenth of a dataclass's time, and the garbage collector never sees it.
+    """
 
     id: int
     logprob: float = 0.0
