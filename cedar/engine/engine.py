@@ -770,8 +770,10 @@ class Engine:
         for one in together:
             sequence = one.sequence
             assert sequence.sampler is not None and sequence.lease is not None
-            ids = (sequence.tokens[-1], *one.proposal.ids)
-            rows.append(Row(sequence.state, sequence.lease, ids, sequence.sampler))
+            sampler, proposal = sequence.sampler, one.proposal
+            drawn = not sampler.needs_logits and runner.drew(sequence.state, proposal.probs)
+            ids = (sequence.tokens[-1], *proposal.ids)
+            rows.append(Row(sequence.state, sequence.lease, ids, sampler, drawn))
         began = time.monotonic()
         try:
             chosen, logits_TV = runner.step(rows)
@@ -786,9 +788,11 @@ class Engine:
         seconds = self._note(together, began)
         before = sum(len(one.sequence.tokens) for one in together)
         first = 0
-        for one in together:
-            stop = first + 1 + len(one.proposal.ids)
-            self._guarded(self._absorb_slot, one.sequence, one.proposal, chosen[first:stop], logits_TV, first)
+        for one, row in zip(together, rows, strict=True):
+            stop = first + len(row.ids)
+            self._guarded(
+                self._absorb_slot, one.sequence, one.proposal, row.drawn, chosen[first:stop], logits_TV, first
+            )
             first = stop
         if len(together) < len(work):
             return [one for one in work if one not in together]
@@ -796,7 +800,7 @@ class Engine:
         return []
 
     def _absorb_slot(
-        self, sequence: Sequence, proposal: Proposal, chosen: list[int], logits_TV: Tensor, first: int
+        self, sequence: Sequence, proposal: Proposal, drawn: bool, chosen: list[int], logits_TV: Tensor, first: int
     ) -> None:
         """A generated token and its drafts have run in a graph, from row `first` on.
 
@@ -805,8 +809,7 @@ class Engine:
         sampler, num_rows = sequence.sampler, len(chosen)
         assert sampler is not None
         sequence.width = num_rows - 1
-        # a draft that was drawn is held against what it was drawn from
-        if sampler.needs_logits or proposal.probs:
+        if sampler.needs_logits or (proposal.probs and not drawn):
             self._take(sequence, logits_TV[first : first + num_rows], proposal)
             return
         count = 1
@@ -815,7 +818,8 @@ class Engine:
                 break
             count += 1
         taken, reason = self._up_to_end(sequence, chosen[:count])
-        self._accept(sequence, sampler.take(taken), reason, proposal, num_rows=num_rows)
+        tokens = sampler.take(taken, num_drawn=min(len(taken), num_rows - 1) if drawn else 0)
+        self._accept(sequence, tokens, reason, proposal, num_rows=num_rows)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Before a state is read or runs op by op: what the runner holds of it comes back."""

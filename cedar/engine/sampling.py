@@ -99,6 +99,30 @@ def _uniform(generator: torch.Generator) -> float:
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
+class Numbers:
+    """A generator's random numbers, drawn many at a time: they are the same numbers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._drawn: list[float] = []
+        self._spent = 0
+
+    def next(self, count: int) -> list[float]:
+        """The next ones; the same until some are spent."""
+        stop = self._spent + count
+        if stop > len(self._drawn):
+            fresh = torch.rand(max(_DRAWS, count), generator=self._generator, dtype=torch.float64)
+            self._drawn = self._drawn[self._spent :] + fresh.tolist()
+            self._spent, stop = 0, count
+        return self._drawn[self._spent : stop]
+
+    def spend(self, count: int) -> list[float]:
+        """The next ones, which do not come again."""
+        numbers = self.next(count)
+        self._spent += count
+        return numbers
+
+
 class Sampler:
     """Chooses the tokens of one sequence; its random numbers depend on its seed alone.
 
@@ -120,15 +144,13 @@ class Sampler:
         # whether a choice takes more than temperature and chance
         self.filters = bool(params.top_k or params.top_p < 1 or params.min_p)
         self._prompt_seen = frozenset(self._seen)
-        # random numbers and how many are spent: drawn many at a time, they are the same numbers
-        self._draws: list[float] = []
-        self._spent = 0
-        self._generator, self.draft_generator = torch.Generator(), torch.Generator()
+        generator, self.draft_generator = torch.Generator(), torch.Generator()
+        self._numbers, self._draft_numbers = Numbers(generator), Numbers(self.draft_generator)
         if params.seed is None:
-            self._generator.seed()
+            generator.seed()
             self.draft_generator.seed()
         else:
-            self._generator.manual_seed(params.seed)
+            generator.manual_seed(params.seed)
             # another stream, so that a seeded answer draws the same numbers with drafts and without
             self.draft_generator.manual_seed(params.seed ^ _DRAFT_STREAM)
 
@@ -143,17 +165,14 @@ class Sampler:
 
     def uniforms(self, count: int) -> list[float]:
         """The random numbers of the next tokens; the same until tokens were taken. The likeliest token needs none."""
-        if self._params.temperature == 0:
-            return [0.0] * count
-        stop = self._spent + count
-        if stop > len(self._draws):
-            fresh = torch.rand(max(_DRAWS, count), generator=self._generator, dtype=torch.float64)
-            self._draws = self._draws[self._spent :] + fresh.tolist()
-            self._spent, stop = 0, count
-        return self._draws[self._spent : stop]
+        return self._numbers.next(count) if self._params.temperature else [0.0] * count
 
-    def take(self, token_ids: Sequence[int]) -> list[Token]:
-        """What `cedar.kernels.sampling` chose.
+    def draft_uniforms(self, count: int) -> list[float]:
+        """Those of the next tokens that differ from drafts that were drawn; the same until tokens were taken."""
+        return self._draft_numbers.next(count)
+
+    def take(self, token_ids: Sequence[int], num_drawn: int = 0) -> list[Token]:
+        """What `cedar.kernels.sampling` chose, the first of them against drafts that were drawn.
 
         Raises:
             ArithmeticError: It found logits that are not finite.
@@ -161,15 +180,9 @@ class Sampler:
         if min(token_ids) < 0:
             raise ArithmeticError("the model's logits are not finite")
         self._spend(len(token_ids))
+        self._draft_numbers.spend(num_drawn)
         self._note(token_ids)
         return [Token(token_id) for token_id in token_ids]
-
-    def _spend(self, count: int) -> list[float]:
-        """The random numbers of these tokens; the next ones get others."""
-        uniforms = self.uniforms(count)
-        if self._params.temperature:
-            self._spent += count
-        return uniforms
 
     def __call__(self, logits_V: Tensor, draft_id: int | None = None, draft_prob_V: Tensor | None = None) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
@@ -187,8 +200,8 @@ class Sampler:
         if draft_id is None or draft_prob_V is None or self._params.temperature == 0:
             token_id = choose(permitted_V, self._params, uniform)
         else:
-            uniforms = uniform, _uniform(self.draft_generator)
-            token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, uniforms)
+            (other,) = self._draft_numbers.spend(1)
+            token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, (uniform, other))
         self._note([token_id])
         if self._params.logprobs is None:
             return Token(token_id)
@@ -212,6 +225,9 @@ class Sampler:
         self._counts.clear()
         self._seen = set(self._prompt_seen)
         self._note(token_ids)
+
+    def _spend(self, count: int) -> list[float]:
+        return self._numbers.spend(count) if self._params.temperature else [0.0] * count
 
     def _note(self, token_ids: Sequence[int]) -> None:
         if self._has_penalty:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, islice, repeat
 from operator import mul
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from torch import Tensor
 
 from cedar.config.serve import GenerationDefaults
 from cedar.engine.request import SamplingParams
+from cedar.engine.runner import Anchor, DecodeRunner
 from cedar.engine.sampling import draw
 from cedar.errors import ShapeError
 from cedar.model.draft import Draft
-
-if TYPE_CHECKING:
-    from cedar.engine.runner import DecodeRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,11 +280,12 @@ class ModelDrafter:
 
     def _propose_in_slots(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         assert self.runner is not None
-        drafted = self.runner.propose([(request.state, request.tokens[-1]) for request in requests])
-        if not any(_draws(request) for request in requests):
-            return self._proposals(requests, drafted.ids_AG.tolist(), drafted.confidence_AG)
-        num_rows = len(requests)
-        return self._chosen(requests, drafted.base_AGV[:num_rows], drafted.hidden_AGD[:num_rows])
+        rows = []
+        for request in requests:
+            drawn = (request.sampling, request.generator) if _draws(request) else (None, None)
+            rows.append(Anchor(request.state, request.tokens[-1], *drawn))
+        drafted = self.runner.propose(rows)
+        return self._proposals(requests, drafted.ids_AG.tolist(), drafted.confidence_AG, drafted.probs)
 
     @torch.inference_mode()
     def _propose_alone(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -325,7 +324,7 @@ class ModelDrafter:
         requests: Sequence[DraftRequest],
         ids: list[list[int]],
         confidence_AG: NDArray[np.float32],
-        probs: Sequence[Sequence[Tensor]] = (),
+        probs: Sequence[Sequence[Tensor] | None],
     ) -> list[Proposal]:
         num_places = confidence_AG.shape[1]
         kinds = ["greedy" if request.sampling.temperature == 0 else "sampled" for request in requests]
@@ -336,11 +335,11 @@ class ModelDrafter:
             said[kind] = (0.5 + 0.5 * np.tanh(0.5 * (confidence_AG / temperature_G + offset_G))).tolist()
         proposals = []
         for number, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
-            limit = request.limit
+            limit, drawn = request.limit, probs[number]
             proposals.append(
                 Proposal(
                     ids=tuple(ids[number][:limit]),
-                    probs=tuple(probs[number][:limit]) if probs and probs[number] else None,
+                    probs=tuple(drawn[:limit]) if drawn else None,
                     confidence=tuple(said[kind][number][:limit]),
                 )
             )

@@ -16,7 +16,7 @@ from cedar.checkpoint.read import read_checkpoint
 from cedar.config import presets
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
-from cedar.engine.runner import DecodeRunner, Row, unavailable
+from cedar.engine.runner import Anchor, DecodeRunner, Row, unavailable
 from cedar.engine.sampling import Sampler, choose
 from cedar.engine.scheduler import SchedulerConfig
 from cedar.engine.speculate import DraftRequest, ModelDrafter, Proposal
@@ -420,7 +420,7 @@ def test_captured_rounds_equal_single_ones(dtype: torch.dtype) -> None:
     errors = []
     for _ in range(4):
         anchors = [generator.randrange(500) for _ in states]
-        drafted = runner.propose(list(zip(states, anchors, strict=True)))
+        drafted = runner.propose([Anchor(*pair) for pair in zip(states, anchors, strict=True)])
         assert int(drafted.ids_AG.min()) >= 0 and int(drafted.ids_AG.max()) < config.vocab_size
         contexts, visible = zip(*(state.context() for state in plain), strict=True)
         with torch.inference_mode():
