@@ -251,8 +251,9 @@ class DecodeRunner:
 
     def drew(self, state: SequenceState, probs: Sequence[Tensor] | None) -> bool:
         """Whether these are what the last round of a sequence's slot drew from."""
-        slot = self._held.get(state)
-        return bool(self._probs) and bool(probs) and slot is not None and probs[0] is self._probs[slot][0]
+        if not probs or not self._probs or state not in self._held:
+            return False
+        return probs[0] is self._probs[self._held[state]][0]
 
     def step(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
         """The rows' tokens: those chosen behind each (-1 where logits are not finite), and the logits [T, V].
@@ -473,4 +474,12 @@ class DecodeRunner:
 
 
 def _rounded(count: int, most: int) -> int:
-    return min(1 << (count - 1).bit_length(), most)
+    """Rows of the graph that runs so many: a power of two, or three quarters of it from 24 on.
+
+    >>> [_rounded(count, 96) for count in (3, 16, 17, 33, 49, 65)]
+    [4, 16, 24, 48, 64, 96]
+    """
+    power = 1 << (count - 1).bit_length()
+    if power >= 32 and count <= power // 4 * 3:
+        power = power // 4 * 3
+    return min(power, most)
