@@ -150,6 +150,8 @@ class Engine:
         self.metrics = Metrics()
         # what a slot holds of a sequence a drafter does not find in its state
         self._runner = runner if drafter is None or getattr(drafter, "runner", None) is runner else None
+        # as of the latest step
+        self._num_graphs = 0
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -794,9 +796,12 @@ class Engine:
                 self._absorb_slot, one.sequence, one.proposal, row.drawn, chosen[first:stop], logits_TV, first
             )
             first = stop
+        # one in which a graph was made says nothing of those that find it
+        is_usual, self._num_graphs = runner.num_graphs == self._num_graphs, runner.num_graphs
         if len(together) < len(work):
             return [one for one in work if one not in together]
-        self._note_drafts(work, before, seconds)
+        if is_usual:
+            self._note_drafts(work, before, seconds)
         return []
 
     def _absorb_slot(

@@ -190,6 +190,11 @@ class DecodeRunner:
         self._drafted_ids, self._confidence = staged(most), staged(most, torch.float32)
         self._host_drafted, self._host_confidence = self._drafted_ids.numpy(), self._confidence.numpy()
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs made so far."""
+        return len(self._graphs) + len(self._draft_graphs)
+
     def fitting(self, states: Sequence[SequenceState]) -> list[int]:
         """The places of those among `states` that may take part together: each has a slot, or there is one for it."""
         free, places = len(self._free), []

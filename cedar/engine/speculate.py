@@ -214,9 +214,11 @@ def choose_widths(
         if proposal.confidence is None:
             survivals: Iterable[float] = repeat(-1.0, widths[number])
         else:
-            # never above an earlier one's, so that a prefix is taken whatever the drafter says
-            bounded = [min(max(value, 0.0), 1.0) for value in proposal.confidence]
-            survivals = islice(accumulate(bounded, mul, initial=-1.0), 1, None)
+            confidence: Iterable[float] = proposal.confidence
+            if widths[number] and not 0 <= min(confidence) <= max(confidence) <= 1:
+                # never above an earlier one's, so that a prefix is taken whatever the drafter says
+                confidence = [min(max(value, 0.0), 1.0) for value in confidence]
+            survivals = islice(accumulate(confidence, mul, initial=-1.0), 1, None)
         ranked += zip(survivals, count(), repeat(number))
     ranked.sort()
     widths = [0] * len(proposals)
