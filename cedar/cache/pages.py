@@ -159,10 +159,10 @@ class PageTable:
 
     def missing(self, num_tokens: int, write_from: int) -> int:
         """Pages that `reserve` would take."""
-        wanted = -(-num_tokens // PAGE_TOKENS)
+        wanted, references = -(-num_tokens // PAGE_TOKENS), self.pool.references
         missing = max(wanted - len(self.pages), 0)
         for page in self.pages[write_from // PAGE_TOKENS : wanted]:
-            missing += self.pool.references(page) > 1
+            missing += references(page) > 1
         return missing
 
     def reserve(self, num_tokens: int, write_from: int) -> None:

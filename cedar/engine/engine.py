@@ -773,7 +773,7 @@ class Engine:
             sequence = one.sequence
             assert sequence.sampler is not None and sequence.lease is not None
             sampler, proposal = sequence.sampler, one.proposal
-            drawn = not sampler.needs_logits and runner.drew(sequence.state, proposal.probs)
+            drawn = bool(proposal.probs) and not sampler.needs_logits and runner.drew(sequence.state, proposal.probs)
             ids = (sequence.tokens[-1], *proposal.ids)
             rows.append(Row(sequence.state, sequence.lease, ids, sampler, drawn))
         began = time.monotonic()
@@ -991,20 +991,19 @@ class Engine:
         """Count the step's rows and learn how long such steps take; the seconds of this one."""
         now = time.monotonic()
         self._num_steps += 1
-        rows, metrics = self.metrics.rows, self.metrics
-        total, decodes = 0, 0
+        counts = {"decode": 0, "verify": 0}
         for one in work:
-            sequence, width = one.sequence, len(one.proposal.ids)
-            if sequence.status is Status.DECODE:
-                phase = "decode"
-                decodes += 1
+            if one.sequence.status is Status.DECODE:
+                counts["decode"] += one.num_rows
+                counts["verify"] += len(one.proposal.ids)
             else:
-                phase = sequence.phase
-            rows[phase] = rows.get(phase, 0) + one.num_rows
-            if width:
-                rows["verify"] = rows.get("verify", 0) + width
-            total += one.num_rows + width
-        rate = total / max(now - began, 1e-6)
+                phase = one.sequence.phase
+                counts[phase] = counts.get(phase, 0) + one.num_rows
+        metrics, decodes = self.metrics, counts["decode"] > 0
+        for phase, count in counts.items():
+            if count:
+                metrics.rows[phase] = metrics.rows.get(phase, 0) + count
+        rate = sum(counts.values()) / max(now - began, 1e-6)
         self._rows_s = rate if not self._rows_s else 0.9 * self._rows_s + 0.1 * rate
         metrics.steps += 1
         metrics.step_s += now - began
@@ -1100,7 +1099,8 @@ class Engine:
                 sequence.draft_steps += 1
             if len(taken) < num_rows:
                 sequence.state.roll_back(sequence.num_done)
-        sequence.tokens += [token.id for token in taken]
+        for token in taken:
+            sequence.tokens.append(token.id)
         self._publish(sequence)
         self._send(sequence, taken[:-1] if reason == "stop" else taken)
         if reason is not None:

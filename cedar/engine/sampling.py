@@ -144,13 +144,13 @@ class Sampler:
         # whether a choice takes more than temperature and chance
         self.filters = bool(params.top_k or params.top_p < 1 or params.min_p)
         self._prompt_seen = frozenset(self._seen)
-        generator, self.draft_generator = torch.Generator(), torch.Generator()
-        self._numbers, self._draft_numbers = Numbers(generator), Numbers(self.draft_generator)
+        self._generator, self.draft_generator = torch.Generator(), torch.Generator()
+        self._numbers, self._draft_numbers = Numbers(self._generator), Numbers(self.draft_generator)
         if params.seed is None:
-            generator.seed()
+            self._generator.seed()
             self.draft_generator.seed()
         else:
-            generator.manual_seed(params.seed)
+            self._generator.manual_seed(params.seed)
             # another stream, so that a seeded answer draws the same numbers with drafts and without
             self.draft_generator.manual_seed(params.seed ^ _DRAFT_STREAM)
 
@@ -180,7 +180,8 @@ class Sampler:
         if min(token_ids) < 0:
             raise ArithmeticError("the model's logits are not finite")
         self._spend(len(token_ids))
-        self._draft_numbers.spend(num_drawn)
+        if num_drawn:
+            self._draft_numbers.spend(num_drawn)
         self._note(token_ids)
         return [Token(token_id) for token_id in token_ids]
 
