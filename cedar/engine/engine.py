@@ -378,6 +378,8 @@ class Engine:
 
     def _carry_out(self) -> None:
         """What was asked from outside and must not meet a step: looks into the cache, forks, rewinds."""
+        if not self._orders:
+            return
         with self._changed:
             orders, self._orders = self._orders, []
         for order, done in orders:
@@ -843,8 +845,10 @@ class Engine:
     def _plan(self) -> list[_Work]:
         """Who runs which rows: tokens first, then drafts, then chunks in the order of the queue."""
         now = time.monotonic()
-        running = next(([s] for s in self._running if s.alone), list(self._running))
-        prompts = by_order((s for s in running if s.status is Status.PREFILL), now, self.scheduling, self._rows_s)
+        running = next(([s] for s in self._running if s.alone), self._running)
+        prompts = [s for s in running if s.status is Status.PREFILL]
+        if len(prompts) > 1:
+            prompts = by_order(prompts, now, self.scheduling, self._rows_s)
         decoding = [s for s in running if s.status is Status.DECODE]
         if prompts and self._since_decode + 1 < self.scheduling.prefill_steps_between_decodes:
             decoding = []

@@ -117,8 +117,14 @@ class StepCost:
             if 2 * seconds < expected:
                 # those before were held up, all of them
                 old = [0.0] * 5
-        values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
-        self._sums[sequences] = [self._KEEP * kept + new for kept, new in zip(old, values, strict=True)]
+        keep, (count, sum_x, sum_y, sum_xx, sum_xy) = self._KEEP, old
+        self._sums[sequences] = [
+            keep * count + 1,
+            keep * sum_x + drafts,
+            keep * sum_y + seconds,
+            keep * sum_xx + drafts * drafts,
+            keep * sum_xy + drafts * seconds,
+        ]
 
     def of(self, sequences: int) -> Callable[[float], float]:
         """What a step of so many sequences takes, by its rows; in units of nothing before the first note."""
