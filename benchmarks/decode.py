@@ -139,7 +139,7 @@ def measure(model: Transformer, count: int, context: int, steps: int) -> Measure
         for _ in range(part):
             rows = [Row(row.state, row.lease, [token], row.sampler) for row, token in zip(rows, chosen, strict=True)]
             for row, token in zip(rows, chosen, strict=True):
-                row.sampler.take(token)
+                row.sampler.take([token])
             chosen, _ = runner.step(rows)
         rates.append(count * part / (time.perf_counter() - started))
     graph_us, kernels = None, []

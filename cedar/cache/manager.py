@@ -292,9 +292,13 @@ class CacheManager:
         leaving = self._demote if self._demotes else self._persist
         self.metrics.evicted_pages += self.tree.evict(num_pages, protected, leaving)
 
+    def keeps(self, lease: Lease) -> bool:
+        """Whether what this sequence writes may serve others."""
+        return lease.keep and not (self.strict and lease.plan.lineage)
+
     def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Offer the whole pages of the tokens written so far."""
-        if not self._settle(lease) or not lease.keep or (self.strict and lease.plan.lineage):
+        if not self._settle(lease) or not self.keeps(lease):
             return
         if lease.node.gone:
             # what was below it has been forgotten meanwhile; the lease still has the pages
@@ -313,7 +317,7 @@ class CacheManager:
 
         After this the lease must not write the partial page without `reserve`.
         """
-        if not self._settle(lease) or not lease.keep or (self.strict and lease.plan.lineage):
+        if not self._settle(lease) or not self.keeps(lease):
             return
         self.publish(lease, tokens)
         rest = tokens[lease.published :]

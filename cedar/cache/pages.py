@@ -159,9 +159,11 @@ class PageTable:
 
     def missing(self, num_tokens: int, write_from: int) -> int:
         """Pages that `reserve` would take."""
-        wanted = -(-num_tokens // PAGE_TOKENS)
-        shared = sum(self.pool.references(page) > 1 for page in self.pages[write_from // PAGE_TOKENS : wanted])
-        return max(wanted - len(self.pages), 0) + shared
+        wanted, references = -(-num_tokens // PAGE_TOKENS), self.pool.references
+        missing = max(wanted - len(self.pages), 0)
+        for page in self.pages[write_from // PAGE_TOKENS : wanted]:
+            missing += references(page) > 1
+        return missing
 
     def reserve(self, num_tokens: int, write_from: int) -> None:
         """Make the tokens [write_from, num_tokens) writable: new pages at the end, copies of shared ones.

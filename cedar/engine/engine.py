@@ -19,7 +19,7 @@ from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ from cedar.model.batch import Part
 from cedar.model.sequence import exact_span
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 # waiting prompts that are looked up in the cache each time there is room
 _LOOKED_AT = 16
@@ -149,6 +150,8 @@ class Engine:
         self.metrics = Metrics()
         # what a slot holds of a sequence a drafter does not find in its state
         self._runner = runner if drafter is None or getattr(drafter, "runner", None) is runner else None
+        # as of the latest step
+        self._num_graphs = 0
         self._keep_snapshots = keep_snapshots
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -375,6 +378,8 @@ class Engine:
 
     def _carry_out(self) -> None:
         """What was asked from outside and must not meet a step: looks into the cache, forks, rewinds."""
+        if not self._orders:
+            return
         with self._changed:
             orders, self._orders = self._orders, []
         for order, done in orders:
@@ -388,19 +393,20 @@ class Engine:
         with self._changed:
             everybody = (*self._waiting, *self._running)
         for sequence in everybody:
-            deadline_s = sequence.deadline_s
             if sequence.cancelled:
                 phase = sequence.phase
                 self.metrics.cancelled[phase] = self.metrics.cancelled.get(phase, 0) + 1
                 self._leave(sequence, "cancelled")
-            elif deadline_s is not None and now >= deadline_s:
-                self._leave(sequence, "timeout")
+            elif sequence.request.timeout_s is not None:
+                deadline_s = sequence.deadline_s
+                if deadline_s is not None and now >= deadline_s:
+                    self._leave(sequence, "timeout")
 
     # -- admission
 
     def _take_in(self) -> None:
         """Start those who wait while there is room: shortest computation first, aged."""
-        while len(self._running) < self.scheduling.max_running:
+        while self._waiting and len(self._running) < self.scheduling.max_running:
             with self._changed:
                 looked_at = list(self._waiting[:_LOOKED_AT])
             chosen = self._choose(looked_at)
@@ -550,7 +556,7 @@ class Engine:
         target = len(child.tokens) - 1
         self._leave_slot(parent)
         if count and parent.status is Status.DECODE and parent.state is not None and parent.state.oldest_kept <= target:
-            self._guarded(functools.partial(self._start_beside, parent=parent, num_done=target), child)
+            self._guarded(self._start_beside, child, parent, target)
 
     def _start_beside(self, child: Sequence, parent: Sequence, num_done: int) -> bool:
         """Start a fork from a state that stands at its tokens or some behind them; False if it has to wait."""
@@ -625,6 +631,11 @@ class Engine:
             self._gauges()
 
     # -- memory
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence has its next rows' pages already, as most steps of a token do."""
+        lease = sequence.lease
+        return self.cache is None or lease is None or not lease.table.missing(num_tokens, sequence.num_done)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Room for a sequence's next rows, at others' cost if need be; False if it must wait itself."""
@@ -720,11 +731,11 @@ class Engine:
             return
         seconds = self._note(work, began)
         decodes = all(one.sequence.status is Status.DECODE for one in work)
-        before = [one.sequence.num_generated for one in work]
+        before = sum(len(one.sequence.tokens) for one in work)
         for one, rows_TV in zip(work, logits, strict=True):
             one.sequence.alone = False
             absorb = self._absorb_tokens if one.sequence.status is Status.DECODE else self._absorb_chunk
-            self._guarded(functools.partial(absorb, work=one, rows_TV=rows_TV), one.sequence)
+            self._guarded(absorb, one.sequence, one, rows_TV)
         if decodes:
             # steps with chunks of prompts tell nothing of what a draft's row costs
             self._note_drafts(work, before, seconds)
@@ -741,12 +752,12 @@ class Engine:
         finally:
             torch.set_num_threads(self._threads)
 
-    def _note_drafts(self, work: list[_Work], before: list[int], seconds: float) -> None:
-        """Learn what drafts cost and bring, from a step of generated tokens alone."""
+    def _note_drafts(self, work: list[_Work], before: int, seconds: float) -> None:
+        """Learn what drafts cost and bring, from a step of generated tokens alone; there were `before` tokens."""
         if self.drafter is None:
             return
         self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
-        tokens = sum(one.sequence.num_generated - old for one, old in zip(work, before, strict=True))
+        tokens = sum(len(one.sequence.tokens) for one in work) - before
         self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
 
     def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
@@ -763,8 +774,10 @@ class Engine:
         for one in together:
             sequence = one.sequence
             assert sequence.sampler is not None and sequence.lease is not None
-            ids = (sequence.tokens[-1], *one.proposal.ids)
-            rows.append(Row(sequence.state, sequence.lease, ids, sequence.sampler))
+            sampler, proposal = sequence.sampler, one.proposal
+            drawn = bool(proposal.probs) and not sampler.needs_logits and runner.drew(sequence.state, proposal.probs)
+            ids = (sequence.tokens[-1], *proposal.ids)
+            rows.append(Row(sequence.state, sequence.lease, ids, sampler, drawn))
         began = time.monotonic()
         try:
             chosen, logits_TV = runner.step(rows)
@@ -777,29 +790,43 @@ class Engine:
             runner.retire()
             return [one for one in work if one.sequence.state is not None]
         seconds = self._note(together, began)
-        before = [one.sequence.num_generated for one in together]
+        before = sum(len(one.sequence.tokens) for one in together)
         first = 0
         for one, row in zip(together, rows, strict=True):
-            part = slice(first, first + len(row.ids))
-            first = part.stop
-            absorb = functools.partial(
-                self._absorb_slot, proposal=one.proposal, chosen=chosen[part], rows_TV=logits_TV[part]
+            stop = first + len(row.ids)
+            self._guarded(
+                self._absorb_slot, one.sequence, one.proposal, row.drawn, chosen[first:stop], logits_TV, first
             )
-            self._guarded(absorb, one.sequence)
-        if len(together) == len(work):
+            first = stop
+        # one in which a graph was made says nothing of those that find it
+        is_usual, self._num_graphs = runner.num_graphs == self._num_graphs, runner.num_graphs
+        if len(together) < len(work):
+            return [one for one in work if one not in together]
+        if is_usual:
             self._note_drafts(work, before, seconds)
-        return [one for one in work if one not in together]
+        return []
 
-    def _absorb_slot(self, sequence: Sequence, *, proposal: Proposal, chosen: list[int], rows_TV: Tensor) -> None:
-        """A generated token and its drafts have run in a graph, which chose tokens by the plain rules."""
-        assert sequence.sampler is not None
-        sampler = sequence.sampler
-        sequence.width = len(proposal.ids)
-        # behind a draft each row needs a random number of its own, or the draft's probabilities
-        if sampler.needs_logits or (proposal.ids and sampler.params.temperature > 0):
-            self._take(sequence, rows_TV, proposal)
-        else:
-            self._take_rows(sequence, proposal, len(chosen), lambda place: sampler.take(chosen[place]))
+    def _absorb_slot(
+        self, sequence: Sequence, proposal: Proposal, drawn: bool, chosen: list[int], logits_TV: Tensor, first: int
+    ) -> None:
+        """A generated token and its drafts have run in a graph, from row `first` on.
+
+        It chose tokens by the plain rules, of which those up to the first that differs from its draft stand.
+        """
+        sampler, num_rows = sequence.sampler, len(chosen)
+        assert sampler is not None
+        sequence.width = num_rows - 1
+        if sampler.needs_logits or (proposal.probs and not drawn):
+            self._take(sequence, logits_TV[first : first + num_rows], proposal)
+            return
+        count = 1
+        for draft_id in proposal.ids:
+            if chosen[count - 1] != draft_id:
+                break
+            count += 1
+        taken, reason = self._up_to_end(sequence, chosen[:count])
+        tokens = sampler.take(taken, num_drawn=min(len(taken), num_rows - 1) if drawn else 0)
+        self._accept(sequence, tokens, reason, proposal, num_rows=num_rows)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Before a state is read or runs op by op: what the runner holds of it comes back."""
@@ -818,21 +845,26 @@ class Engine:
     def _plan(self) -> list[_Work]:
         """Who runs which rows: tokens first, then drafts, then chunks in the order of the queue."""
         now = time.monotonic()
-        running = next(([s] for s in self._running if s.alone), list(self._running))
-        prompts = by_order((s for s in running if s.status is Status.PREFILL), now, self.scheduling, self._rows_s)
+        running = next(([s] for s in self._running if s.alone), self._running)
+        prompts = [s for s in running if s.status is Status.PREFILL]
+        if len(prompts) > 1:
+            prompts = by_order(prompts, now, self.scheduling, self._rows_s)
         decoding = [s for s in running if s.status is Status.DECODE]
         if prompts and self._since_decode + 1 < self.scheduling.prefill_steps_between_decodes:
             decoding = []
         work: list[_Work] = []
         for sequence in decoding:
             # an earlier one may have set it aside meanwhile
-            if sequence.state is not None and self._guarded(
-                functools.partial(self._reserve, num_tokens=sequence.num_done + 1), sequence
-            ):
+            if sequence.state is None:
+                continue
+            stop = sequence.num_done + 1
+            if self._has_room(sequence, stop) or self._guarded(self._reserve, sequence, stop):
                 work.append(_Work(sequence, 1))
         work = [one for one in work if one.sequence.state is not None]
         budget = self.scheduling.max_step_tokens - len(work)
         self._draft(work, budget // 2 if prompts else budget)
+        if not prompts:
+            return work
         budget -= sum(len(one.proposal.ids) for one in work)
         if work:
             budget = min(budget, self._share.rows)
@@ -844,8 +876,7 @@ class Engine:
             rows = chunk_rows(
                 sequence.num_done, self._chunk_stop(sequence), budget, self.model.config.attention.sliding_window
             )
-            reserve = functools.partial(self._reserve, num_tokens=sequence.num_done + rows)
-            if self._guarded(reserve, sequence) and sequence.state is not None:
+            if self._guarded(self._reserve, sequence, sequence.num_done + rows) and sequence.state is not None:
                 work.append(_Work(sequence, rows))
                 budget -= rows
         return [one for one in work if one.sequence.state is not None]
@@ -871,28 +902,33 @@ class Engine:
         if self.drafter is None or num_rows <= 0:
             return
         most = self.model.config.draft.block_size
-        wanted = [one for one in work if min(most, self._tokens_left(one.sequence) - 1) > 0]
-        pays = self._pace.drafts(len(work)) if any(one.sequence.request.draft == "auto" for one in wanted) else False
-        drafted = [
-            one
-            for one in wanted
-            if one.sequence.request.draft == "on" or (one.sequence.request.draft == "auto" and pays)
-        ]
+        pays: bool | None = None
+        drafted: list[_Work] = []
+        asked: list[DraftRequest] = []
+        for one in work:
+            sequence = one.sequence
+            request, limit = sequence.request, min(most, sequence.max_tokens - sequence.num_generated - 1)
+            if limit <= 0 or request.draft == "off":
+                continue
+            if request.draft == "auto":
+                if pays is None:
+                    pays = self._pace.drafts(len(work))
+                if not pays:
+                    continue
+            assert sequence.sampler is not None
+            drafted.append(one)
+            asked.append(
+                DraftRequest(
+                    state=sequence.state,
+                    tokens=sequence.tokens,
+                    sampling=request.sampling,
+                    limit=limit,
+                    generator=sequence.sampler.draft_generator,
+                )
+            )
         if not drafted:
             return
         began = time.monotonic()
-        asked = []
-        for one in drafted:
-            assert one.sequence.sampler is not None
-            asked.append(
-                DraftRequest(
-                    state=one.sequence.state,
-                    tokens=one.sequence.tokens,
-                    sampling=one.sequence.request.sampling,
-                    limit=min(most, self._tokens_left(one.sequence) - 1),
-                    generator=one.sequence.sampler.draft_generator,
-                )
-            )
         try:
             with self._few_rows():
                 proposals = self.drafter.propose(asked)
@@ -913,14 +949,12 @@ class Engine:
         self._drafted_s = time.monotonic() - began
         self.metrics.draft_s += self._drafted_s
 
-    def _tokens_left(self, sequence: Sequence) -> int:
-        return sequence.max_tokens - sequence.num_generated
-
     def _width_with_room(self, sequence: Sequence, width: int) -> int:
         """As many of the drafts as find pages; nobody is set aside for them."""
-        if self.cache is None or sequence.lease is None or width == 0:
-            return width
         first = sequence.num_done + 1
+        if width == 0 or self._has_room(sequence, first + width):
+            return width
+        assert self.cache is not None and sequence.lease is not None
         if self.cache.reserve(sequence.lease, first + width, sequence.num_done, self._protected()):
             return width
         return min(width, len(sequence.lease.table.pages) * PAGE_TOKENS - first)
@@ -961,19 +995,23 @@ class Engine:
         """Count the step's rows and learn how long such steps take; the seconds of this one."""
         now = time.monotonic()
         self._num_steps += 1
-        rows = self.metrics.rows
-        total = 0
+        counts = {"decode": 0, "verify": 0}
         for one in work:
-            phase = one.sequence.phase if one.sequence.status is Status.PREFILL else "decode"
-            rows[phase] = rows.get(phase, 0) + one.num_rows
-            if one.proposal.ids:
-                rows["verify"] = rows.get("verify", 0) + len(one.proposal.ids)
-            total += one.num_rows + len(one.proposal.ids)
-        rate = total / max(now - began, 1e-6)
+            if one.sequence.status is Status.DECODE:
+                counts["decode"] += one.num_rows
+                counts["verify"] += len(one.proposal.ids)
+            else:
+                phase = one.sequence.phase
+                counts[phase] = counts.get(phase, 0) + one.num_rows
+        metrics, decodes = self.metrics, counts["decode"] > 0
+        for phase, count in counts.items():
+            if count:
+                metrics.rows[phase] = metrics.rows.get(phase, 0) + count
+        rate = sum(counts.values()) / max(now - began, 1e-6)
         self._rows_s = rate if not self._rows_s else 0.9 * self._rows_s + 0.1 * rate
-        self.metrics.steps += 1
-        self.metrics.step_s += now - began
-        if any(one.sequence.status is Status.DECODE for one in work):
+        metrics.steps += 1
+        metrics.step_s += now - began
+        if decodes:
             if self._last_tokens_s:
                 self._share.note(now - self._last_tokens_s)
             self._last_tokens_s, self._since_decode = now, 0
@@ -983,7 +1021,7 @@ class Engine:
                 self._last_tokens_s = 0.0
         return now - began
 
-    def _absorb_chunk(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
+    def _absorb_chunk(self, sequence: Sequence, work: _Work, rows_TV: Tensor) -> None:
         """Rows of a prompt, or of answer tokens that were known already, have run."""
         at_boundary = self._has_boundary(sequence)
         sequence.num_done += work.num_rows
@@ -1015,7 +1053,7 @@ class Engine:
 
             self._guarded(begin, child)
 
-    def _absorb_tokens(self, sequence: Sequence, *, work: _Work, rows_TV: Tensor) -> None:
+    def _absorb_tokens(self, sequence: Sequence, work: _Work, rows_TV: Tensor) -> None:
         """A generated token and its drafts have run: as many of them stand as the sampler agrees with."""
         sequence.width = len(work.proposal.ids)
         self._take(sequence, rows_TV, work.proposal)
@@ -1024,57 +1062,66 @@ class Engine:
         """The tokens that a step's logits give: one for each draft that is accepted, and one more."""
         sampler = sequence.sampler
         assert sampler is not None
-
-        def choose(place: int) -> Token:
+        taken: list[Token] = []
+        reason: FinishReason | None = None
+        for place, logits_V in enumerate(rows_TV):
             draft_id = proposal.ids[place] if place < len(proposal.ids) else None
             probs = None if proposal.probs is None or draft_id is None else proposal.probs[place]
-            return sampler(rows_TV[place], draft_id, probs)
-
-        self._take_rows(sequence, proposal, rows_TV.shape[0], choose)
-
-    def _take_rows(self, sequence: Sequence, proposal: Proposal, num_rows: int, choose: Callable[[int], Token]) -> None:
-        """Tokens row by row until one ends the answer or differs from its draft."""
-        taken: list[Token] = []
-        for place in range(num_rows):
-            taken.append(choose(place))
-            drafted = place < len(proposal.ids) and taken[-1].id == proposal.ids[place]
-            if self._end(sequence, taken) is not None or not drafted:
+            taken.append(sampler(logits_V, draft_id, probs))
+            _, reason = self._up_to_end(sequence, [token.id for token in taken])
+            if reason is not None or taken[-1].id != draft_id:
                 break
-        self._accept(sequence, taken, proposal, num_rows=num_rows)
+        self._accept(sequence, taken, reason, proposal, num_rows=rows_TV.shape[0])
 
-    def _end(self, sequence: Sequence, taken: list[Token]) -> FinishReason | None:
-        """Whether the newest of these tokens ends the answer."""
-        if taken[-1].id in sequence.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if sequence.num_generated + len(taken) >= sequence.max_tokens else None
+    def _up_to_end(self, sequence: Sequence, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The next tokens up to one that ends the answer, and why it does."""
+        stops, room = sequence.request.sampling.stop_token_ids, sequence.max_tokens - sequence.num_generated
+        if stops:
+            for place, token_id in enumerate(ids[:room]):
+                if token_id in stops:
+                    return ids[: place + 1], "stop"
+        return (ids, None) if len(ids) < room else (ids[:room], "length")
 
-    def _accept(self, sequence: Sequence, taken: list[Token], proposal: Proposal, *, num_rows: int) -> None:
-        """Tokens that were chosen after a step of `num_rows` rows."""
-        reason = self._end(sequence, taken)
-        sequence.first_token_s = sequence.first_token_s or time.monotonic()
+    def _accept(
+        self,
+        sequence: Sequence,
+        taken: list[Token],
+        reason: FinishReason | None,
+        proposal: Proposal,
+        *,
+        num_rows: int,
+    ) -> None:
+        """Tokens that were chosen after a step of `num_rows` rows, and whether they end the answer."""
+        if not sequence.first_token_s:
+            sequence.first_token_s = time.monotonic()
         if sequence.num_done < len(sequence.tokens):
             # the newest token's row and those of the accepted drafts stand; the others never were
             sequence.num_done += len(taken)
-            sequence.drafted += len(proposal.ids)
-            sequence.accepted += len(taken) - 1
-            sequence.draft_steps += bool(proposal.ids)
+            if proposal.ids:
+                sequence.drafted += len(proposal.ids)
+                sequence.accepted += len(taken) - 1
+                sequence.draft_steps += 1
             if len(taken) < num_rows:
                 sequence.state.roll_back(sequence.num_done)
-        sequence.tokens += [token.id for token in taken]
+        for token in taken:
+            sequence.tokens.append(token.id)
         self._publish(sequence)
         self._send(sequence, taken[:-1] if reason == "stop" else taken)
         if reason is not None:
             self._leave(sequence, reason)
 
     def _send(self, sequence: Sequence, tokens: Iterable[Token]) -> None:
+        said, emit = sequence.said, sequence.emit
         for token in tokens:
-            sequence.said.append(token)
-            sequence.emit(token)
+            said.append(token)
+            emit(token)
 
-    def _guarded(self, action: Callable[[Sequence], object], sequence: Sequence) -> bool:
+    def _guarded(
+        self, action: Callable[Concatenate[Sequence, P], object], sequence: Sequence, *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
         """Run one sequence's part of a step; its failure ends it alone. False if it failed."""
         try:
-            action(sequence)
+            action(sequence, *args, **kwargs)
         except LoadFailed as error:
             log.warning("request %s starts again: %s", sequence.request.id, error)
             self._restart(sequence)
@@ -1092,7 +1139,10 @@ class Engine:
     def _publish(self, sequence: Sequence) -> None:
         """Offer the whole pages of the rows that have run."""
         lease = sequence.lease
-        if self.cache is not None and lease is not None and sequence.num_done >= lease.published + PAGE_TOKENS:
+        if lease is None or sequence.num_done < lease.published + PAGE_TOKENS:
+            return
+        assert self.cache is not None
+        if self.cache.keeps(lease):
             self.cache.publish(lease, sequence.keys(sequence.num_done))
 
     def _publish_end(self, sequence: Sequence) -> None:
@@ -1106,7 +1156,10 @@ class Engine:
 
     def _leave(self, sequence: Sequence, reason: FinishReason, *, error: str = "") -> None:
         # a state that failed may not be able to answer
-        cache_bytes = 0 if error or sequence.state is None else sequence.state.cache_bytes()
+        cache_bytes = 0
+        if not error and sequence.state is not None:
+            self._leave_slot(sequence)
+            cache_bytes = sequence.state.cache_bytes()
         end = self._finished(sequence, reason, cache_bytes, error)
         if self.cache is not None and sequence.lease is not None:
             if reason in ("stop", "length"):

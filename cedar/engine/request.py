@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
 from cedar.cache.keys import ImageSpan, cache_tokens
 from cedar.errors import RequestError
 
@@ -160,9 +162,11 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token; `top` holds (id, log-probability) of the likeliest ones if asked for."""
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One generated token; `top` holds (id, log-probability) of the likeliest ones if asked for.
+
+    A struct, since there are many: it takes a tenth of a dataclass's time, and the garbage collector never sees it.
+    """
 
     id: int
     logprob: float = 0.0
@@ -306,9 +310,11 @@ class Sequence:
     cancelled: bool = False
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    num_prompt: int = field(init=False)
     prompt_keys: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
         self.prompt_keys = cache_tokens(self.request.prompt_ids, self.request.images)
 
     def keys(self, stop: int) -> Several[int]:
@@ -316,10 +322,6 @@ class Sequence:
         if not self.request.images:
             return self.tokens[:stop]
         return (*self.prompt_keys, *self.tokens[self.num_prompt :])[:stop]
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

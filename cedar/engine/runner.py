@@ -14,17 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cedar.cache.manager import CacheManager, Lease
 from cedar.config.model import PAGE_TOKENS
+from cedar.engine.request import SamplingParams
 from cedar.engine.sampling import Sampler
 from cedar.errors import CapacityError
 from cedar.kernels.pages import Stored
-from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
+from cedar.kernels.sampling import RowParams, choose_rows, draw_rows, verify_rows
 from cedar.model.decode import DecodeSlots, DecodeStep, SlotDecoder, unsuitable
 from cedar.model.decode_draft import Drafted, SlotDraft
 from cedar.model.draft import Draft
@@ -35,18 +38,49 @@ log = logging.getLogger(__name__)
 
 _FIRST_CONTEXT = 1024
 _MOST_ROWS = 512
-# rows of the staging buffer: slot, position, id, top_k as integers; temperature, top_p, min_p, uniform as floats
-_NUM_INTEGERS, _NUM_FLOATS = 4, 4
+# rows of a step's staging buffer: slot, position, id, top_k as integers; temperature, top_p, min_p, uniform as floats;
+# where drafts were drawn, also the draft behind each row (-1 for none), its place, and as a float another uniform
+_NUM_INTEGERS, _NUM_FLOATS, _NUM_DRAWN = 4, 4, 3
+# how rows are chosen: by temperature, with filters, or against drafts that were drawn
+Rule = Literal["plain", "filtered", "drawn"]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part of a step: its newest token, then the drafts that are verified."""
+class Anchor(NamedTuple):
+    """One sequence's part of a draft's round: its newest token, and what its drafts are drawn with.
+
+    `sampling` is None where the likeliest are wanted.
+    """
+
+    state: SequenceState
+    token_id: int
+    sampling: SamplingParams | None = None
+    generator: torch.Generator | None = None
+
+
+class Round(NamedTuple):
+    """Tokens and confidence logits of a draft's round, on the host until the next one.
+
+    Attributes:
+        probs: By place, what each sequence's tokens were drawn from, on the device until its slot's next round that
+            draws; None if they are the likeliest.
+    """
+
+    ids_AG: NDArray[np.int64]
+    confidence_AG: NDArray[np.float32]
+    probs: list[tuple[Tensor, ...] | None]
+
+
+class Row(NamedTuple):
+    """One sequence's part of a step: its newest token, then the drafts that are verified.
+
+    `drawn` says that the drafts are those of its last round, which drew them.
+    """
 
     state: SequenceState
     lease: Lease
     ids: Sequence[int]
     sampler: Sampler
+    drawn: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +89,7 @@ class _Graph:
 
     num_rows: int
     context: int
-    filtered: bool
+    rule: Rule
     inputs: Tensor
     replay: Callable[[], None] = field(init=False)
     logits_TV: Tensor = field(init=False)
@@ -66,6 +100,7 @@ class _DraftGraph:
     """A captured round of drafts, or on a CPU the same calls."""
 
     num_rows: int
+    draws: bool
     inputs: Tensor
     replay: Callable[[], None] = field(init=False)
     drafted: Drafted = field(init=False)
@@ -131,8 +166,16 @@ class DecodeRunner:
         self._held: dict[SequenceState, int] = {}
         # slots whose page table is another sequence's yet
         self._unpaged: set[int] = set()
-        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
-        self._draft_graphs: dict[int, _DraftGraph] = {}
+        # by slot, and neutral for the idle one: top_k; temperature, top_p, min_p; whose they are
+        self._top_k = np.zeros(max_rows + 1, dtype=np.int64)
+        self._floats = np.zeros((_NUM_FLOATS - 1, max_rows + 1))
+        self._floats[1] = 1
+        self._samplers: list[Sampler | None] = [None] * max_rows
+        # by slot and place, what drafts were drawn from; made when some first are
+        self._prob_SGV = torch.empty(0)
+        self._probs: list[tuple[Tensor, ...]] = []
+        self._graphs: dict[tuple[int, int, Rule], _Graph] = {}
+        self._draft_graphs: dict[tuple[int, bool], _DraftGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
         def staged(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -140,9 +183,17 @@ class DecodeRunner:
 
         # beyond some hundred rows the kernels for few rows give way to others
         self.max_step_rows = most = max(max_rows, min(self._num_tokens * max_rows, _MOST_ROWS))
-        self._staged, self._answers = staged((_NUM_INTEGERS + _NUM_FLOATS) * most), staged(most)
+        # a round's rows are fewer than a step's, but each has a random number for every token
+        self._staged = staged((_NUM_INTEGERS + _NUM_FLOATS + max(_NUM_DRAWN, self._num_tokens)) * most)
+        self._answers = staged(most)
         self._host_staged, self._host_answers = self._staged.numpy(), self._answers.numpy()
         self._drafted_ids, self._confidence = staged(most), staged(most, torch.float32)
+        self._host_drafted, self._host_confidence = self._drafted_ids.numpy(), self._confidence.numpy()
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs made so far."""
+        return len(self._graphs) + len(self._draft_graphs)
 
     def fitting(self, states: Sequence[SequenceState]) -> list[int]:
         """The places of those among `states` that may take part together: each has a slot, or there is one for it."""
@@ -165,8 +216,8 @@ class DecodeRunner:
         counts = sorted({_rounded(count, self.max_step_rows) for count in range(1, self.max_step_rows + 1)})
         rounds = [] if self._draft is None else [count for count in counts if count <= self.max_rows]
         makers: list[tuple[str, Callable[[], object]]] = [
-            *((f"{count} rows", partial(self._graph, count, 1, filtered=False)) for count in counts),
-            *((f"drafts for {count}", partial(self._draft_graph, count)) for count in rounds),
+            *((f"{count} rows", partial(self._graph, count, 1, "plain")) for count in counts),
+            *((f"drafts for {count}", partial(self._draft_graph, count, draws=False)) for count in rounds),
         ]
         for place, (what, make) in enumerate(makers):
             started = time.monotonic()
@@ -176,40 +227,45 @@ class DecodeRunner:
                 f"on {self.model.device}"
             )
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[tuple[SequenceState, int]]) -> Drafted:
-        """A draft's round behind the newest token of each sequence, which gets a slot if it has none.
-
-        Tokens and confidences come to the host; the rest lies in the graph's memory until the next round.
-        """
-        assert self._draft is not None
-        for state, _ in rows:
-            self._enter(state)
-        graph = self._draft_graph(_rounded(len(rows), self.max_rows))
-        idle = graph.num_rows - len(rows)
+    def propose(self, rows: Sequence[Anchor]) -> Round:
+        """A draft's round behind the newest token of each sequence, which gets a slot if it has none."""
+        num_rows, draws = len(rows), any(row.sampling is not None for row in rows)
+        graph = self._draft_graph(_rounded(num_rows, self.max_rows), draws=draws)
+        slots = [self._enter(row.state) for row in rows]
         staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
-        staged[:] = [
-            [self._held[state] for state, _ in rows] + [self.slots.num_slots] * idle,
-            [state.num_tokens for state, _ in rows] + [0] * idle,
-            [anchor for _, anchor in rows] + [0] * idle,
-        ]
+        staged[0, num_rows:], staged[1:, num_rows:] = self.slots.num_slots, 0
+        staged[0, :num_rows] = slots
+        staged[1, :num_rows] = [row.state.num_tokens for row in rows]
+        staged[2, :num_rows] = [row.token_id for row in rows]
+        if draws:
+            floats = staged[_NUM_INTEGERS:].view(np.float64)
+            floats[1] = 1
+            for place, (_, _, sampling, generator) in enumerate(rows):
+                if sampling is not None:
+                    uniform_G = torch.rand(self._num_tokens - 1, generator=generator, dtype=torch.float64)
+                    staged[3, place] = sampling.top_k
+                    floats[:, place] = sampling.temperature, sampling.top_p, sampling.min_p, *uniform_G.tolist()
         graph.replay()
         self._wait()
-        shape = graph.num_rows, -1
-        return Drafted(
-            self._drafted_ids[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
-            self._confidence[: graph.drafted.ids_AG.numel()].view(shape)[: len(rows)].clone(),
-            graph.drafted.base_AGV[: len(rows)],
-            graph.drafted.hidden_AGD[: len(rows)],
+        num_values = num_rows * graph.drafted.ids_AG.shape[1]
+        return Round(
+            self._host_drafted[:num_values].reshape(num_rows, -1),
+            self._host_confidence[:num_values].reshape(num_rows, -1),
+            [None if row.sampling is None else self._probs[slot] for row, slot in zip(rows, slots, strict=True)],
         )
 
-    @torch.inference_mode()
+    def drew(self, state: SequenceState, probs: Sequence[Tensor] | None) -> bool:
+        """Whether these are what the last round of a sequence's slot drew from."""
+        if not probs or not self._probs or state not in self._held:
+            return False
+        return probs[0] is self._probs[self._held[state]][0]
+
     def step(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
         """The rows' tokens: those chosen behind each (-1 where logits are not finite), and the logits [T, V].
 
-        All of them count as held: `roll_back` forgets the rejected. The logits lie in the graph's own memory: the
-        next step overwrites them. A row whose sampler needs logits gets a token that means nothing, and so does a row
-        behind a draft unless it is the likeliest that is wanted.
+        All of them count as held: `roll_back` forgets the rejected. The logits, of idle rows too, lie in the graph's
+        own memory: the next step overwrites them. A row whose sampler needs logits gets a token that means nothing,
+        and so does one before a draft that another drafter drew.
 
         Raises:
             CapacityError: More sequences than slots, or more rows than a step takes.
@@ -220,20 +276,28 @@ class DecodeRunner:
                 f"{num_rows} rows of {len(rows)} sequences for {self.max_step_rows} rows of {self.max_rows} slots: "
                 "run them in several steps"
             )
+        slots: list[int] = []
+        positions: list[int] = []
+        ids: list[int] = []
+        uniforms: list[float] = []
+        longest, rule = 0, self._rule(rows)
         for row in rows:
-            self._place(row)
-        filtered = any(
-            params.top_k or params.top_p < 1 or params.min_p for params in (row.sampler.params for row in rows)
-        )
-        longest = max(row.state.num_tokens + len(row.ids) for row in rows)
-        graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, filtered=filtered)
-        self._stage(graph, rows, num_rows)
+            slot, start, width = self._place(row), row.state.num_tokens, len(row.ids)
+            slots += [slot] * width
+            positions += range(start, start + width)
+            ids += row.ids
+            uniforms += row.sampler.uniforms(width)
+            longest = max(longest, start + width)
+        graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, rule)
+        self._stage(graph, slots, positions, ids, uniforms)
+        if rule == "drawn":
+            self._stage_drawn(graph, rows)
         graph.replay()
         # while the device works
         for row in rows:
             self.slots.stepped(row.state, len(row.ids))
         self._wait()
-        return self._host_answers[:num_rows].tolist(), graph.logits_TV[:num_rows]
+        return self._host_answers[:num_rows].tolist(), graph.logits_TV
 
     @torch.inference_mode()
     def leave(self, state: SequenceState) -> None:
@@ -254,56 +318,85 @@ class DecodeRunner:
             slot = self._free.pop()
             self._held[state] = slot
             self._unpaged.add(slot)
-            self.slots.enter(state, slot)
+            with torch.inference_mode():
+                self.slots.enter(state, slot)
         return slot
 
-    def _place(self, row: Row) -> None:
+    def _place(self, row: Row) -> int:
+        """A sequence's slot, which knows its pages and how it samples."""
         slot = self._enter(row.state)
-        self.slots.set_pages(slot, row.lease.table.pages, entered=slot in self._unpaged)
-        self._unpaged.discard(slot)
+        entered = slot in self._unpaged
+        self.slots.set_pages(slot, row.lease.table.pages, entered=entered)
+        if entered:
+            self._unpaged.discard(slot)
+        if self._samplers[slot] is not row.sampler:
+            params = row.sampler.params
+            self._samplers[slot], self._top_k[slot] = row.sampler, params.top_k
+            self._floats[:, slot] = params.temperature, params.top_p, params.min_p
+        return slot
 
     def _wait(self) -> None:
         """Until a graph's answers have arrived."""
         if self._capture:
             torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _stage(self, graph: _Graph, rows: Sequence[Row], num_rows: int) -> None:
-        idle = graph.num_rows - num_rows
-        samplers = [row.sampler for row in rows for _ in row.ids]
-        integers = [
-            [self._held[row.state] for row in rows for _ in row.ids] + [self.slots.num_slots] * idle,
-            [row.state.num_tokens + place for row in rows for place in range(len(row.ids))] + [0] * idle,
-            [token_id for row in rows for token_id in row.ids] + [0] * idle,
-            [sampler.params.top_k for sampler in samplers] + [0] * idle,
-        ]
-        floats = [
-            [float(sampler.params.temperature) for sampler in samplers] + [0.0] * idle,
-            [float(sampler.params.top_p) for sampler in samplers] + [1.0] * idle,
-            [float(sampler.params.min_p) for sampler in samplers] + [0.0] * idle,
-            [sampler.uniform() for sampler in samplers] + [0.0] * idle,
-        ]
-        # numpy: a torch call costs as much as all of this
-        staged = self._host_staged[: graph.inputs.numel()].reshape(-1, graph.num_rows)
-        staged[:_NUM_INTEGERS] = integers
-        staged[_NUM_INTEGERS:].view(np.float64)[:] = floats
+    def _rule(self, rows: Sequence[Row]) -> Rule:
+        if any(row.drawn for row in rows):
+            return "drawn"
+        return "filtered" if any(row.sampler.filters for row in rows) else "plain"
 
-    def _graph(self, num_rows: int, longest: int, *, filtered: bool) -> _Graph:
+    def _stage(
+        self, graph: _Graph, slots: list[int], positions: list[int], ids: list[int], uniforms: list[float]
+    ) -> None:
+        """What a graph reads; rows beyond those given are idle."""
+        count, num_rows = len(slots), graph.num_rows
+        # numpy: a torch call costs as much as all of this
+        staged = self._host_staged[: (_NUM_INTEGERS + _NUM_FLOATS) * num_rows].reshape(-1, num_rows)
+        floats = staged[_NUM_INTEGERS:].view(np.float64)
+        slot_T = staged[0]
+        slot_T[:count], slot_T[count:] = slots, self.slots.num_slots
+        staged[1:3, :count], staged[1:3, count:] = (positions, ids), 0
+        staged[3] = self._top_k[slot_T]
+        floats[:-1] = self._floats[:, slot_T]
+        floats[-1, :count], floats[-1, count:] = uniforms, 0
+
+    def _stage_drawn(self, graph: _Graph, rows: Sequence[Row]) -> None:
+        """Which drafts the rows are held against, and the random numbers of those that differ."""
+        drafts: list[int] = []
+        places: list[int] = []
+        others: list[float] = []
+        for row in rows:
+            num_drafts = len(row.ids) - 1
+            places += range(num_drafts + 1)
+            drafts += [*row.ids[1:], -1] if row.drawn else [-1] * (num_drafts + 1)
+            others += [*row.sampler.draft_uniforms(num_drafts), 0.0] if row.drawn else [0.0] * (num_drafts + 1)
+        num_rows, count = graph.num_rows, len(drafts)
+        staged = self._host_staged[(_NUM_INTEGERS + _NUM_FLOATS) * num_rows : graph.inputs.numel()].reshape(
+            -1, num_rows
+        )
+        # the last place of a sequence has no draft: which probabilities are read there does not matter
+        staged[0, :count], staged[1, :count] = drafts, np.minimum(places, self._num_tokens - 2)
+        staged[2].view(np.float64)[:count] = others
+        staged[0, count:], staged[1:, count:] = -1, 0
+
+    def _graph(self, num_rows: int, longest: int, rule: Rule) -> _Graph:
         context = _FIRST_CONTEXT
         while context < longest:
             context *= 4
         context = min(context, self._max_context)
-        key = num_rows, context, filtered
+        key = num_rows, context, rule
         if key not in self._graphs:
             self._graphs[key] = self._build(*key)
         return self._graphs[key]
 
-    def _build(self, num_rows: int, context: int, filtered: bool) -> _Graph:
-        device = self.model.device
-        inputs = torch.zeros(_NUM_INTEGERS + _NUM_FLOATS, num_rows, dtype=torch.int64, device=device)
+    @torch.inference_mode()
+    def _build(self, num_rows: int, context: int, rule: Rule) -> _Graph:
+        num_inputs = _NUM_INTEGERS + _NUM_FLOATS + (_NUM_DRAWN if rule == "drawn" else 0)
+        inputs = torch.zeros(num_inputs, num_rows, dtype=torch.int64, device=self.model.device)
         # every row is idle until a step says otherwise
         self._staged.zero_()
         self._staged[:num_rows] = self.slots.num_slots
-        graph = _Graph(num_rows, context, filtered, inputs)
+        graph = _Graph(num_rows, context, rule, inputs)
         if not self._capture:
             graph.replay = lambda: self._run(graph)
         else:
@@ -323,38 +416,62 @@ class DecodeRunner:
             run()
         return captured.replay
 
-    def _draft_graph(self, num_rows: int) -> _DraftGraph:
-        if num_rows not in self._draft_graphs:
-            inputs = torch.zeros(3, num_rows, dtype=torch.int64, device=self.model.device)
-            self._staged.zero_()
-            self._staged[:num_rows] = self.slots.num_slots
-            graph = _DraftGraph(num_rows, inputs)
-            if self._capture:
-                graph.replay = self._captured(lambda: self._run_draft(graph))
-            else:
-                graph.replay = lambda: self._run_draft(graph)
-            self._draft_graphs[num_rows] = graph
-        return self._draft_graphs[num_rows]
+    def _draft_graph(self, num_rows: int, *, draws: bool) -> _DraftGraph:
+        key = num_rows, draws
+        if key not in self._draft_graphs:
+            self._draft_graphs[key] = self._build_draft(*key)
+        return self._draft_graphs[key]
 
+    @torch.inference_mode()
+    def _build_draft(self, num_rows: int, draws: bool) -> _DraftGraph:
+        num_places, device = self._num_tokens - 1, self.model.device
+        if draws and not self._probs:
+            shape = self.max_rows + 1, num_places, self.model.config.vocab_size
+            self._prob_SGV = torch.zeros(shape, dtype=torch.float32, device=device)
+            self._probs = [prob_GV.unbind() for prob_GV in self._prob_SGV]
+        num_inputs = _NUM_INTEGERS + _NUM_FLOATS - 1 + num_places if draws else 3
+        inputs = torch.zeros(num_inputs, num_rows, dtype=torch.int64, device=device)
+        self._staged.zero_()
+        self._staged[:num_rows] = self.slots.num_slots
+        graph = _DraftGraph(num_rows, draws, inputs)
+        if self._capture:
+            graph.replay = self._captured(lambda: self._run_draft(graph))
+        else:
+            graph.replay = lambda: self._run_draft(graph)
+        return graph
+
+    @torch.inference_mode()
     def _run_draft(self, graph: _DraftGraph) -> None:
         assert self._draft is not None
         graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)
-        graph.drafted = self._draft(self.slots, *graph.inputs)
+        slot_A, position_A, anchor_A, *rest = graph.inputs
+        params: list[RowParams] = []
+        if graph.draws:
+            temperature_A, top_p_A, min_p_A, *uniforms = graph.inputs[_NUM_INTEGERS:].view(torch.float64)
+            params = [RowParams(temperature_A, rest[0], top_p_A, min_p_A, uniform_A) for uniform_A in uniforms]
+        graph.drafted = self._draft(self.slots, slot_A, position_A, anchor_A, params)
+        if graph.drafted.prob_AGV is not None:
+            self._prob_SGV[slot_A] = graph.drafted.prob_AGV
         for host, values in (
             (self._drafted_ids, graph.drafted.ids_AG),
             (self._confidence, graph.drafted.confidence_AG),
         ):
             host[: values.numel()].copy_(values.flatten(), non_blocking=True)
 
+    @torch.inference_mode()
     def _run(self, graph: _Graph) -> None:
         # the graph holds the copies in and out, from and to host memory that never moves
         graph.inputs.copy_(self._staged[: graph.inputs.numel()].view_as(graph.inputs), non_blocking=True)
         slot_T, position_T, ids_T, top_k_T = graph.inputs[:_NUM_INTEGERS]
-        temperature_T, top_p_T, min_p_T, uniform_T = graph.inputs[_NUM_INTEGERS:].view(torch.float64)
+        numbers = graph.inputs[_NUM_INTEGERS:].view(torch.float64)
+        temperature_T, top_p_T, min_p_T, uniform_T = numbers[:_NUM_FLOATS]
         step = DecodeStep(self.slots, self.model.rope, slot_T, position_T, context=graph.context)
         graph.logits_TV = self._decoder(step, ids_T)
-        if graph.filtered:
-            params = RowParams(temperature_T, top_k_T, top_p_T, min_p_T, uniform_T)
+        params = RowParams(temperature_T, top_k_T, top_p_T, min_p_T, uniform_T)
+        if graph.rule == "drawn":
+            draft_T, place_T, _ = graph.inputs[-_NUM_DRAWN:]
+            chosen_T = verify_rows(graph.logits_TV, params, draft_T, self._prob_SGV[slot_T, place_T], numbers[-1])
+        elif graph.rule == "filtered":
             chosen_T = choose_rows(graph.logits_TV, params)
         else:
             chosen_T = draw_rows(graph.logits_TV, temperature_T, uniform_T)
@@ -362,4 +479,12 @@ class DecodeRunner:
 
 
 def _rounded(count: int, most: int) -> int:
-    return min(1 << (count - 1).bit_length(), most)
+    """Rows of the graph that runs so many: a power of two, or three quarters of it from 24 on.
+
+    >>> [_rounded(count, 96) for count in (3, 16, 17, 33, 49, 65)]
+    [4, 16, 24, 48, 64, 96]
+    """
+    power = 1 << (count - 1).bit_length()
+    if power >= 32 and count <= power // 4 * 3:
+        power = power // 4 * 3
+    return min(power, most)

@@ -99,6 +99,30 @@ def _uniform(generator: torch.Generator) -> float:
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
+class Numbers:
+    """A generator's random numbers, drawn many at a time: they are the same numbers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._drawn: list[float] = []
+        self._spent = 0
+
+    def next(self, count: int) -> list[float]:
+        """The next ones; the same until some are spent."""
+        stop = self._spent + count
+        if stop > len(self._drawn):
+            fresh = torch.rand(max(_DRAWS, count), generator=self._generator, dtype=torch.float64)
+            self._drawn = self._drawn[self._spent :] + fresh.tolist()
+            self._spent, stop = 0, count
+        return self._drawn[self._spent : stop]
+
+    def spend(self, count: int) -> list[float]:
+        """The next ones, which do not come again."""
+        numbers = self.next(count)
+        self._spent += count
+        return numbers
+
+
 class Sampler:
     """Chooses the tokens of one sequence; its random numbers depend on its seed alone.
 
@@ -117,10 +141,11 @@ class Sampler:
         self._has_penalty = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
         )
+        # whether a choice takes more than temperature and chance
+        self.filters = bool(params.top_k or params.top_p < 1 or params.min_p)
         self._prompt_seen = frozenset(self._seen)
-        # the next random numbers, last first: drawn many at a time, they are the same numbers
-        self._draws: list[float] = []
         self._generator, self.draft_generator = torch.Generator(), torch.Generator()
+        self._numbers, self._draft_numbers = Numbers(self._generator), Numbers(self.draft_generator)
         if params.seed is None:
             self._generator.seed()
             self.draft_generator.seed()
@@ -138,29 +163,27 @@ class Sampler:
         """Whether `kernels.sampling` cannot choose for it: penalties, biases, a constraint, or log-probabilities."""
         return self._has_penalty or self._constraint is not None or self._params.logprobs is not None
 
-    def uniform(self) -> float:
-        """The random number of the next token; the same until a token was taken."""
-        if not self._draws:
-            self._draws = torch.rand(_DRAWS, generator=self._generator, dtype=torch.float64).tolist()[::-1]
-        return self._draws[-1]
+    def uniforms(self, count: int) -> list[float]:
+        """The random numbers of the next tokens; the same until tokens were taken. The likeliest token needs none."""
+        return self._numbers.next(count) if self._params.temperature else [0.0] * count
 
-    def take(self, token_id: int) -> Token:
-        """What `cedar.kernels.sampling` chose.
+    def draft_uniforms(self, count: int) -> list[float]:
+        """Those of the next tokens that differ from drafts that were drawn; the same until tokens were taken."""
+        return self._draft_numbers.next(count)
+
+    def take(self, token_ids: Sequence[int], num_drawn: int = 0) -> list[Token]:
+        """What `cedar.kernels.sampling` chose, the first of them against drafts that were drawn.
 
         Raises:
             ArithmeticError: It found logits that are not finite.
         """
-        if token_id < 0:
+        if min(token_ids) < 0:
             raise ArithmeticError("the model's logits are not finite")
-        self._spend()
-        self._note(token_id)
-        return Token(token_id)
-
-    def _spend(self) -> float:
-        """The random number of this token; the next one gets another."""
-        uniform = self.uniform()
-        self._draws.pop()
-        return uniform
+        self._spend(len(token_ids))
+        if num_drawn:
+            self._draft_numbers.spend(num_drawn)
+        self._note(token_ids)
+        return [Token(token_id) for token_id in token_ids]
 
     def __call__(self, logits_V: Tensor, draft_id: int | None = None, draft_prob_V: Tensor | None = None) -> Token:
         """The next token, with log-probabilities (the model's own, before anything below) if the request asked.
@@ -173,14 +196,14 @@ class Sampler:
                 token is then the very same as without a draft.
         """
         logits_V = logits_V.detach().to("cpu", torch.float32)
-        uniform = self._spend()
+        (uniform,) = self._spend(1)
         permitted_V = self._permitted(self._weighed(logits_V))
         if draft_id is None or draft_prob_V is None or self._params.temperature == 0:
             token_id = choose(permitted_V, self._params, uniform)
         else:
-            uniforms = uniform, _uniform(self.draft_generator)
-            token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, uniforms)
-        self._note(token_id)
+            (other,) = self._draft_numbers.spend(1)
+            token_id = choose_against(permitted_V, self._params, draft_id, draft_prob_V, (uniform, other))
+        self._note([token_id])
         if self._params.logprobs is None:
             return Token(token_id)
         logprob_V = logits_V.log_softmax(0)
@@ -190,9 +213,8 @@ class Sampler:
 
     def inherit(self, token_ids: Sequence[int]) -> None:
         """The answer begins with tokens that this sampler did not choose; its random numbers for them are spent."""
-        for token_id in token_ids:
-            self._spend()
-            self._note(token_id)
+        self._spend(len(token_ids))
+        self._note(token_ids)
 
     def rewind(self, token_ids: Sequence[int], constraint: Constraint | None) -> None:
         """The answer is `token_ids` again; random numbers go on, so what follows may differ from what was.
@@ -203,15 +225,18 @@ class Sampler:
         self._constraint = constraint
         self._counts.clear()
         self._seen = set(self._prompt_seen)
-        for token_id in token_ids:
-            self._note(token_id)
+        self._note(token_ids)
 
-    def _note(self, token_id: int) -> None:
+    def _spend(self, count: int) -> list[float]:
+        return self._numbers.spend(count) if self._params.temperature else [0.0] * count
+
+    def _note(self, token_ids: Sequence[int]) -> None:
         if self._has_penalty:
-            self._counts[token_id] += 1
-            self._seen.add(token_id)
+            self._counts.update(token_ids)
+            self._seen.update(token_ids)
         if self._constraint is not None:
-            self._constraint.accept(token_id)
+            for token_id in token_ids:
+                self._constraint.accept(token_id)
 
     def _weighed(self, logits_V: Tensor) -> Tensor:
         params = self._params

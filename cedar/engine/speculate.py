@@ -12,21 +12,23 @@ A sequences, G tokens of a block, V vocabulary, R Markov rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate, count, islice, repeat
+from operator import mul
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cedar.config.serve import GenerationDefaults
 from cedar.engine.request import SamplingParams
+from cedar.engine.runner import Anchor, DecodeRunner
 from cedar.engine.sampling import draw
 from cedar.errors import ShapeError
 from cedar.model.draft import Draft
-
-if TYPE_CHECKING:
-    from cedar.engine.runner import DecodeRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +68,9 @@ class Proposal:
     confidence: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("probs", "confidence"):
-            value = getattr(self, name)
-            if value is not None and len(value) != len(self.ids):
-                raise ShapeError(f"a proposal of {len(self.ids)} tokens has {len(value)} {name}, expected one each")
+        for name, values in (("probs", self.probs), ("confidence", self.confidence)):
+            if values is not None and len(values) != len(self.ids):
+                raise ShapeError(f"a proposal of {len(self.ids)} tokens has {len(values)} {name}, expected one each")
 
     def cut(self, length: int) -> Proposal:
         """The first `length` tokens of it."""
@@ -116,8 +117,14 @@ class StepCost:
             if 2 * seconds < expected:
                 # those before were held up, all of them
                 old = [0.0] * 5
-        values = (1.0, float(drafts), seconds, float(drafts * drafts), drafts * seconds)
-        self._sums[sequences] = [self._KEEP * kept + new for kept, new in zip(old, values, strict=True)]
+        keep, (count, sum_x, sum_y, sum_xx, sum_xy) = self._KEEP, old
+        self._sums[sequences] = [
+            keep * count + 1,
+            keep * sum_x + drafts,
+            keep * sum_y + seconds,
+            keep * sum_xx + drafts * drafts,
+            keep * sum_xy + drafts * seconds,
+        ]
 
     def of(self, sequences: int) -> Callable[[float], float]:
         """What a step of so many sequences takes, by its rows; in units of nothing before the first note."""
@@ -205,19 +212,26 @@ def choose_widths(
     >>> choose_widths([one], 5, cost=lambda rows: 1 / (100, 98, 95, 90, 85, 80)[int(rows) - 1])
     [3]
     """
-    ranked = []
+    widths = [len(proposal.ids) for proposal in proposals]
+    if cost is None and sum(widths) <= num_rows:
+        return widths
+    ranked: list[tuple[float, int, int]] = []
     for number, proposal in enumerate(proposals):
-        survival = 1.0
-        for place in range(len(proposal.ids)):
-            if proposal.confidence is not None:
+        if proposal.confidence is None:
+            survivals: Iterable[float] = repeat(-1.0, widths[number])
+        else:
+            confidence: Iterable[float] = proposal.confidence
+            if widths[number] and not 0 <= min(confidence) <= max(confidence) <= 1:
                 # never above an earlier one's, so that a prefix is taken whatever the drafter says
-                survival *= min(max(proposal.confidence[place], 0.0), 1.0)
-            ranked.append((-survival, place, number))
+                confidence = [min(max(value, 0.0), 1.0) for value in confidence]
+            survivals = islice(accumulate(confidence, mul, initial=-1.0), 1, None)
+        ranked += zip(survivals, count(), repeat(number))
+    ranked.sort()
     widths = [0] * len(proposals)
     rows = len(proposals) if base_rows is None else base_rows
     expected = float(rows)
     best = 0.0 if cost is None else expected / cost(rows)
-    for negative, _, number in sorted(ranked)[: max(num_rows, 0)]:
+    for negative, _, number in ranked[: max(num_rows, 0)]:
         rows, expected = rows + 1, expected - negative
         if cost is not None:
             speed = expected / cost(rows)
@@ -254,15 +268,16 @@ class ModelDrafter:
             for kind in ("sampled", "greedy")
         }
 
-    def _places(self, values: Sequence[float], neutral: float) -> Tensor:
+    def _places(self, values: Sequence[float], neutral: float) -> NDArray[np.float32]:
         """A value for each place of a block, `neutral` where there is none."""
         block_size = self._draft.config.draft.block_size
-        return torch.tensor([*values[:block_size], *[neutral] * (block_size - len(values))])
+        return np.array([*values[:block_size], *[neutral] * (block_size - len(values))], dtype=np.float32)
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         runner = self.runner
         slotted = [] if runner is None else runner.fitting([request.state for request in requests])
+        if len(slotted) == len(requests):
+            return self._propose_in_slots(requests)
         single = [place for place in range(len(requests)) if place not in slotted]
         proposals = [Proposal()] * len(requests)
         for places, propose in ((slotted, self._propose_in_slots), (single, self._propose_alone)):
@@ -273,11 +288,14 @@ class ModelDrafter:
 
     def _propose_in_slots(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         assert self.runner is not None
-        drafted = self.runner.propose([(request.state, request.tokens[-1]) for request in requests])
-        if not any(_draws(request) for request in requests):
-            return self._proposals(requests, drafted.ids_AG, drafted.confidence_AG)
-        return self._chosen(requests, drafted.base_AGV, drafted.hidden_AGD)
+        rows = []
+        for request in requests:
+            drawn = (request.sampling, request.generator) if _draws(request) else (None, None)
+            rows.append(Anchor(request.state, request.tokens[-1], *drawn))
+        drafted = self.runner.propose(rows)
+        return self._proposals(requests, drafted.ids_AG.tolist(), drafted.confidence_AG, drafted.probs)
 
+    @torch.inference_mode()
     def _propose_alone(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         draft, target = self._draft, self._draft.target
         rows, visible = zip(*(request.state.context() for request in requests), strict=True)
@@ -287,6 +305,7 @@ class ModelDrafter:
         blocks = draft(anchor_A, position_A, *context, target.rounding)
         return self._chosen(requests, blocks.base_AGV, blocks.hidden_AGD)
 
+    @torch.inference_mode()
     def _chosen(self, requests: Sequence[DraftRequest], base_AGV: Tensor, hidden_AGD: Tensor) -> list[Proposal]:
         """Tokens left to right: the likeliest, or drawn."""
         draft, rounding = self._draft, self._draft.target.rounding
@@ -305,29 +324,34 @@ class ModelDrafter:
             tokens.append(previous_A)
             embeddings.append(embedding_AR)
         confidence_AG = draft.confidence(hidden_AGD[:, : len(tokens)], torch.stack(embeddings, 1), rounding)
-        return self._proposals(requests, torch.stack(tokens, 1), confidence_AG, probs)
+        ids, confidence = torch.stack(tokens, 1).tolist(), confidence_AG.cpu().numpy()
+        return self._proposals(requests, ids, confidence, probs)
 
     def _proposals(
         self,
         requests: Sequence[DraftRequest],
-        ids_AG: Tensor,
-        confidence_AG: Tensor,
-        probs: Sequence[Sequence[Tensor]] = (),
+        ids: list[list[int]],
+        confidence_AG: NDArray[np.float32],
+        probs: Sequence[Sequence[Tensor] | None],
     ) -> list[Proposal]:
-        ids, confidence_AG = ids_AG.tolist(), confidence_AG.cpu()
         num_places = confidence_AG.shape[1]
-        said = {
-            kind: torch.sigmoid(confidence_AG / temperature_G[:num_places] + offset_G[:num_places]).tolist()
-            for kind, (temperature_G, offset_G) in self._scaling.items()
-        }
-        return [
-            Proposal(
-                ids=tuple(ids[number]),
-                probs=tuple(probs[number]) if probs and probs[number] else None,
-                confidence=tuple(said["greedy" if request.sampling.temperature == 0 else "sampled"][number]),
-            ).cut(request.limit)
-            for number, request in enumerate(requests)
-        ]
+        kinds = ["greedy" if request.sampling.temperature == 0 else "sampled" for request in requests]
+        said: dict[str, list[list[float]]] = {}
+        for kind in set(kinds):
+            temperature_G, offset_G = (values_G[:num_places] for values_G in self._scaling[kind])
+            # a sigmoid, which as this never overflows; numpy, since torch calls cost more than all of this
+            said[kind] = (0.5 + 0.5 * np.tanh(0.5 * (confidence_AG / temperature_G + offset_G))).tolist()
+        proposals = []
+        for number, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+            limit, drawn = request.limit, probs[number]
+            proposals.append(
+                Proposal(
+                    ids=tuple(ids[number][:limit]),
+                    probs=tuple(drawn[:limit]) if drawn else None,
+                    confidence=tuple(said[kind][number][:limit]),
+                )
+            )
+        return proposals
 
 
 def _draws(request: DraftRequest) -> bool:

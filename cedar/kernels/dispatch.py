@@ -64,6 +64,8 @@ BACKENDS: dict[str, dict[str, str]] = {
     "advance": {"reference": "mhc", "triton": "advance"},
     "draw_rows": {"reference": "sampling", "triton": "sampling"},
     "choose_rows": {"reference": "sampling"},
+    "draw_drafts": {"reference": "sampling"},
+    "verify_rows": {"reference": "sampling"},
     "engram_rows": {"reference": "engram"},
     "engram_gate": {"reference": "engram", "triton": "engram"},
     "look_back": {"reference": "engram", "triton": "engram"},

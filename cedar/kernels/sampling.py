@@ -44,3 +44,28 @@ def choose_rows(logits_TV: Tensor, params: RowParams) -> Tensor:
     """
     check.shape("choose_rows", "uniform", params.uniform_T, logits_TV.shape[0])
     return select("choose_rows", logits_TV)(logits_TV, params)
+
+
+def draw_drafts(logits_TV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """(what `choose_rows` chooses, float32 [T, V] the distributions that it was drawn from)."""
+    check.shape("draw_drafts", "uniform", params.uniform_T, logits_TV.shape[0])
+    return select("draw_drafts", logits_TV)(logits_TV, params)
+
+
+def verify_rows(
+    logits_TV: Tensor, params: RowParams, draft_T: Tensor, draft_prob_TV: Tensor, other_T: Tensor
+) -> Tensor:
+    """`choose_rows`, but equal to a row's draft as often as its distribution allows.
+
+    With p the row's distribution and q its draft's: the draft with probability min(1, p / q), by the row's uniform
+    number, else a token of max(p - q, 0), by another one.
+
+    Args:
+        draft_T: int64, -1 for a row without a draft.
+        draft_prob_TV: float32, what the draft was drawn from.
+        other_T: float64 in [0, 1).
+
+    Source: engram-dspark-vision-chat.md 2.4.
+    """
+    check.shape("verify_rows", "draft_prob", draft_prob_TV, *logits_TV.shape)
+    return select("verify_rows", logits_TV)(logits_TV, params, draft_T, draft_prob_TV, other_T)

@@ -139,9 +139,14 @@ class DecodeSlots:
             for plane, rows in zip(ring, state.tails[layer], strict=True):
                 plane[slot, place_R] = rows
         self.history_SL[slot, self._history_places(state)] = state._history
+        state.in_slot = True
 
     def leave(self, state: SequenceState, slot: int) -> None:
         """The opposite of `enter`, after any number of steps."""
+        state.in_slot = False
+        for source, entries in state.entries.items():
+            count = state.num_tokens // self.config.attention.compress_ratios[source]
+            entries.count = state.keys[source].count = count
         layers = self.config.num_layers
         row_R = torch.arange(self.num_ring, device=state.device)
         for window, store in zip(self.windows[:layers], state.windows[:layers], strict=True):
@@ -165,9 +170,6 @@ class DecodeSlots:
         """Tell the host's side of a sequence that its slot went so many tokens on; `roll_back` takes some back."""
         state.num_tokens += num_rows
         state._farthest = max(state._farthest, state.num_tokens)
-        for source, store in state.entries.items():
-            count = state.num_tokens // self.config.attention.compress_ratios[source]
-            store.count = state.keys[source].count = count
 
     def set_pages(self, slot: int, pages: Sequence[int], *, entered: bool) -> None:
         """Make a slot's page table equal to `pages`; only what changed is copied.
@@ -177,6 +179,8 @@ class DecodeSlots:
                 added or was shared, so nothing before that is compared.
         """
         held = self._pages[slot]
+        if not entered and len(held) == len(pages) and held[-2:] == pages[-2:]:
+            return
         same = 0 if entered else max(len(held) - 2, 0)
         while same < min(len(held), len(pages)) and held[same] == pages[same]:
             same += 1
@@ -184,7 +188,8 @@ class DecodeSlots:
             return
         # entries behind the end keep naming some page: nothing reads them
         fresh_P = torch.tensor(pages[same:], dtype=torch.int64)
-        self.page_SP[slot, same : len(pages)] = fresh_P.to(self.page_SP.device)
+        with torch.inference_mode():
+            self.page_SP[slot, same : len(pages)] = fresh_P.to(self.page_SP.device)
         self._pages[slot] = list(pages)
 
     def _context_rows(self, state: SequenceState, row_R: Tensor) -> Sequence[Tensor]:

@@ -5,6 +5,7 @@ A anchors, G tokens a round, T = A * G rows, C latent channels, V vocabulary, R 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,20 +13,23 @@ from torch import Tensor
 
 from cedar.formats.spec import FP8
 from cedar.kernels.mhc import expand
+from cedar.kernels.sampling import RowParams, draw_drafts
 from cedar.model.decode import DecodeLayer, DecodeSlots, DecodeStep
 from cedar.model.draft import Draft
 
 
 class Drafted(NamedTuple):
-    """One round: the likeliest tokens [A, G] and their confidence logits [A, G], and what others can be drawn from.
+    """One round: tokens [A, G] and their confidence logits [A, G], and what others can be drawn from.
 
-    `base_AGV` are logits without the Markov part, `hidden_AGD` the collapsed streams (`cedar.model.draft.Proposal`).
+    `base_AGV` are logits without the Markov part, `hidden_AGD` the collapsed streams (`cedar.model.draft.Proposal`),
+    `prob_AGV` what the tokens were drawn from, if they were.
     """
 
     ids_AG: Tensor
     confidence_AG: Tensor
     base_AGV: Tensor
     hidden_AGD: Tensor
+    prob_AGV: Tensor | None = None
 
 
 class SlotDraft:
@@ -40,8 +44,19 @@ class SlotDraft:
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [DecodeLayer(block) for block in draft.mtp]
 
-    def __call__(self, slots: DecodeSlots, slot_A: Tensor, position_A: Tensor, anchor_A: Tensor) -> Drafted:
-        """The round behind each anchor, the newest token of a slot, which the target has not run."""
+    def __call__(
+        self,
+        slots: DecodeSlots,
+        slot_A: Tensor,
+        position_A: Tensor,
+        anchor_A: Tensor,
+        params: Sequence[RowParams] = (),
+    ) -> Drafted:
+        """The round behind each anchor, the newest token of a slot, which the target has not run.
+
+        Args:
+            params: How the tokens of each place are drawn; the likeliest are taken by default.
+        """
         draft, target = self.draft, self.draft.target
         config = draft.config.draft
         num_tokens = config.block_size
@@ -68,5 +83,16 @@ class SlotDraft:
         assert y_TD is not None and post_TN is not None and mixing_TNN is not None
         streams_TND = expand(y_TD, streams_TND, post_TN, mixing_TNN)
         proposal = draft.finish(streams_TND, premix_TN, num_tokens, target.rounding)
-        ids_AG, _, confidence_AG = draft.greedy(anchor_A, proposal, target.rounding)
-        return Drafted(ids_AG, confidence_AG, proposal.base_AGV, proposal.hidden_AGD)
+        if not params:
+            ids_AG, _, confidence_AG = draft.greedy(anchor_A, proposal, target.rounding)
+            return Drafted(ids_AG, confidence_AG, proposal.base_AGV, proposal.hidden_AGD)
+        probs: list[Tensor] = []
+
+        def drawn(place: int, logits_AV: Tensor) -> Tensor:
+            ids_A, prob_AV = draw_drafts(logits_AV, params[place])
+            probs.append(prob_AV)
+            # -1, where logits are not finite, is no token
+            return ids_A.clamp(min=0)
+
+        ids_AG, _, confidence_AG = draft.greedy(anchor_A, proposal, target.rounding, drawn)
+        return Drafted(ids_AG, confidence_AG, proposal.base_AGV, proposal.hidden_AGD, torch.stack(probs, 1))

@@ -6,7 +6,7 @@ X tapped channels, C latent channels, H heads, V vocabulary, R Markov rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -256,13 +256,23 @@ class Draft(nn.Module):
         return self.mtp[-1].confidence_head(hidden, embedding, rounding)
 
     @torch.inference_mode()
-    def greedy(self, anchor_A: Tensor, proposal: Proposal, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens [A, G], logits [A, G, V], confidence logits [A, G]) of the likeliest tokens, left to right."""
+    def greedy(
+        self,
+        anchor_A: Tensor,
+        proposal: Proposal,
+        rounding: Rounding,
+        choose: Callable[[int, Tensor], Tensor] = lambda _, logits_AV: logits_AV.argmax(-1),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [A, G], logits [A, G, V], confidence logits [A, G]) of the likeliest tokens, left to right.
+
+        Args:
+            choose: (place, logits [A, V]) -> the tokens there, where it is not the likeliest that are wanted.
+        """
         previous_A, tokens, logits, confidences = anchor_A, [], [], []
         for k in range(proposal.base_AGV.shape[1]):
             embedding_AR, bias_AV = self.markov(previous_A, rounding)
             logits.append(proposal.base_AGV[:, k] + bias_AV)
-            previous_A = logits[-1].argmax(-1)
+            previous_A = choose(k, logits[-1])
             tokens.append(previous_A)
             confidences.append(self.confidence(proposal.hidden_AGD[:, k], embedding_AR, rounding))
         return torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidences, 1)

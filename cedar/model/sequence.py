@@ -284,6 +284,8 @@ class SequenceState:
         self._exact_stop = 0
         # steps hand stored bytes to the kernels; on a CPU rows are widened first
         self.in_place = device.type == "cuda" and rounding.window_kv and rounding.main_kv and rounding.index
+        # what decoding changes lies in a slot (`cedar.model.decode`): here only the two numbers of tokens are true
+        self.in_slot = False
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
@@ -554,6 +556,8 @@ class SequenceState:
         if dropped == 0:
             return
         self.num_tokens = num_tokens
+        if self.in_slot:
+            return
         for source, store in self.entries.items():
             count = num_tokens // self.config.attention.compress_ratios[source]
             store.truncate(count)

@@ -27,7 +27,7 @@ from cedar.planner.kv import global_bytes_per_token
 from cedar.server.auth import Key, key_of, load_keys
 from cedar.server.metrics import ServerMetrics
 from cedar.server.schema import Fields
-from cedar.server.stream import EventStream, Mailbox, Reader, Step, late, read_answers, unless_gone
+from cedar.server.stream import Bell, EventStream, Mailbox, Reader, Step, late, read_answers, unless_gone
 from cedar.version import version
 
 log = logging.getLogger("cedar.server")
@@ -56,6 +56,7 @@ class Service:
         self.grammars = Grammars(files.tokenizer, files.config.vocab_size)
         self.keys = [] if config.api_key_file is None else load_keys(config.api_key_file)
         self.open: dict[str, Answers] = {}
+        self.bell = Bell()
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._heard_s = time.monotonic()
@@ -232,7 +233,7 @@ class Answers:
         self.readers = [ask.new_reader() for _ in range(len(ask.prompts) * ask.n)]
         self.warnings, self._remember = list(ask.warnings), ask.remember
         self.was_cancelled = False
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(service.bell)
         self.handles: list[Handle] = []
         self.began_s = time.monotonic()
         self.told: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -49,6 +50,29 @@ class Step:
     end: Finished | None = None
 
 
+class Bell:
+    """Wakes the event loop for all mailboxes at once, so that the engine's thread pays for it once a step."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._filled: deque[asyncio.Event] = deque()
+        # the loop has been told to look, and has not
+        self._told = False
+
+    def ring(self, arrived: asyncio.Event) -> None:
+        """Set an event in the loop; called in the engine's thread."""
+        self._filled.append(arrived)
+        if not self._told:
+            self._told = True
+            self.loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        # in this order: the loop is told again of what comes meanwhile
+        self._told = False
+        while self._filled:
+            self._filled.popleft().set()
+
+
 class Mailbox:
     """Events of the answers of one request, handed over from the engine's thread to the event loop.
 
@@ -56,25 +80,28 @@ class Mailbox:
         heard_s: When the latest came, by the monotonic clock; 0 before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bell: Bell) -> None:
         self.heard_s = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._bell = bell
+        self._events: deque[tuple[int, Event]] = deque()
+        self._arrived = asyncio.Event()
 
     def put(self, index: int, event: Event) -> None:
         """Called in the engine's thread."""
         self.heard_s = time.monotonic()
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+        self._events.append((index, event))
+        self._bell.ring(self._arrived)
 
     async def get(self, timeout_s: float) -> tuple[int, Event] | None:
         """The next event and whose it is, or None if none came in time."""
-        # the queue is looked at first: a busy stream must not pay for a timer a token
-        if not self._queue.empty():
-            return self._queue.get_nowait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                return await self._queue.get()
-        return None
+        # the events are looked at first: a busy stream must not pay for a timer a token
+        if not self._events:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not self._events:
+                        self._arrived.clear()
+                        await self._arrived.wait()
+        return self._events.popleft() if self._events else None
 
 
 def late(timeout_s: float | None) -> RequestError:

@@ -16,12 +16,12 @@ from cedar.checkpoint.read import read_checkpoint
 from cedar.config import presets
 from cedar.engine.engine import Engine
 from cedar.engine.request import Finished, Request, SamplingParams, Token
-from cedar.engine.runner import DecodeRunner, Row, unavailable
-from cedar.engine.sampling import Sampler, choose
+from cedar.engine.runner import Anchor, DecodeRunner, Row, unavailable
+from cedar.engine.sampling import Sampler, choose, choose_against
 from cedar.engine.scheduler import SchedulerConfig
 from cedar.engine.speculate import DraftRequest, ModelDrafter, Proposal
 from cedar.kernels import dispatch
-from cedar.kernels.sampling import RowParams, choose_rows, draw_rows
+from cedar.kernels.sampling import RowParams, choose_rows, draw_drafts, draw_rows, verify_rows
 from cedar.model.draft import Draft
 from cedar.model.engram import EngramTable
 from cedar.model.init import initialise
@@ -213,6 +213,60 @@ def test_a_round_in_slots_is_the_round_alone(draft: Draft, temperature: float) -
     assert runner.fitting([state for state, _ in asked]) == [0, 1]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 40}], ids=["plain", "filtered"])
+def test_drawn_drafts_are_verified_as_row_by_row(draft: Draft, filters: dict[str, float]) -> None:
+    """A step over drafts that its slots drew, beside a greedy sequence, takes what samplers take from its logits."""
+    model = draft.target
+    cache = CacheManager(model.config, num_pages=64, dtype=model.dtype, device=model.device)
+    runner = DecodeRunner(model, cache, max_rows=3, max_context=2048, capture=not ON_CPU, draft=draft)
+    drawn, greedy = SamplingParams(temperature=0.9, seed=3, **filters), SamplingParams(temperature=0)  # type: ignore[arg-type]
+    generator, lines = torch.Generator().manual_seed(1), []
+    for length, params in ((5, drawn), (40, greedy), (130, drawn)):
+        lease = cache.lease((), b"", Plan())
+        assert cache.reserve(lease, length + 100, 0)
+        state = model.new_state(make_store=cache.make_store(lease, 0))
+        model.prefill(state, torch.tensor(prompt(length, length), device=model.device))
+        lines.append((state, lease, params, Sampler(params), Sampler(params), [9]))
+    stood = fell = 0
+    for _ in range(12):
+        anchors, rows = [], []
+        for state, _, params, *_, said in lines:
+            anchors.append(Anchor(state, said[-1], params if params is drawn else None, generator))
+        given = runner.propose(anchors)
+        every = given.ids_AG.tolist()
+        for (state, lease, params, sampler, _, said), ids in zip(lines, every, strict=True):
+            rows.append(Row(state, lease, [said[-1], *ids], sampler, drawn=params is drawn))
+        chosen, logits_TV = runner.step(rows)
+        width = len(every[0])
+        for number, (state, _, params, sampler, twin, said) in enumerate(lines):
+            ids, probs, want = every[number], given.probs[number], list[int]()
+            assert (probs is None) == (params is greedy)
+            first = number * (width + 1)
+            while len(want) <= width and want == ids[: len(want)]:
+                place = len(want)
+                held = (ids[place], probs[place]) if probs is not None and place < width else ()
+                want.append(twin(logits_TV[first + place], *held).id)
+            assert chosen[first : first + len(want)] == want
+            sampler.take(want, num_drawn=min(len(want), width) if params is drawn else 0)
+            state.roll_back(state.num_tokens - (width + 1) + len(want))
+            said += want
+            stood, fell = stood + len(want) - 1, fell + (len(want) <= width)
+    assert stood and fell
+
+
+def test_drawn_drafts_in_an_engine(draft: Draft, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(draft.target, slots=2, draft=draft)
+    try:
+        sampling = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24)
+        asked = [Request(prompt_ids=prompt(9, n), sampling=sampling, draft="on") for n in range(3)]
+        ends = [end for _, end in answers(engine, asked)]
+        assert engine._runner is not None and any(graph.rule == "drawn" for graph in engine._runner._graphs.values())
+    finally:
+        engine.close()
+    assert [end.reason for end in ends] == ["length"] * 3 and not caplog.text
+    assert all(0 < end.accepted_tokens < end.drafted_tokens for end in ends)
+
+
 def test_a_sequence_that_is_set_aside_comes_back(model: Transformer) -> None:
     # both start on one page and need two each: one waits until the other is done
     plain, slotted = make_engine(model), make_engine(model, num_pages=4, slots=2, max_context=300, reserve_tokens=1)
@@ -359,6 +413,47 @@ def test_rows_are_chosen_as_one_by_one(seed: int) -> None:
     assert [got[row] for row in rows] == want
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_are_verified_as_one_by_one(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_TV = torch.randn(40, 50, generator=generator) * 3
+    logits_TV[5, 2] = torch.inf
+    every = [
+        SamplingParams(
+            temperature=[0.7, 1.5][row % 2],
+            top_k=[0, 1, 5][row % 3],
+            top_p=[1.0, 0.3, 0.9][row % 5 % 3],
+            min_p=[0.0, 0.2][row % 7 % 2],
+        )
+        for row in range(40)
+    ]
+
+    def numbers() -> Tensor:
+        return torch.rand(40, generator=generator, dtype=torch.float64)
+
+    def params(uniform_T: Tensor) -> RowParams:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        values = [torch.tensor([float(getattr(one, name)) for one in every], dtype=torch.float64) for name in names]
+        return RowParams(values[0], values[1].long(), values[2], values[3], uniform_T)
+
+    drawn_T, other_T = params(numbers()), numbers()
+    draft_T, prob_TV = draw_drafts(logits_TV + torch.randn(40, 50, generator=generator), drawn_T)
+    torch.testing.assert_close(prob_TV[:5].sum(-1), torch.ones(5))
+    draft_T[::4] = -1
+    verified = params(numbers())
+    got = verify_rows(logits_TV, verified, draft_T, prob_TV, other_T).tolist()
+    assert got[5] == -1
+    want = []
+    for row in (row for row in range(40) if row != 5):
+        uniform = float(verified.uniform_T[row])
+        if draft_T[row] < 0:
+            want.append(choose(logits_TV[row], every[row], uniform))
+        else:
+            uniforms = uniform, float(other_T[row])
+            want.append(choose_against(logits_TV[row], every[row], int(draft_T[row]), prob_TV[row], uniforms))
+    assert got[:5] + got[6:] == want
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_captured_steps_equal_single_ones(dtype: torch.dtype) -> None:
@@ -420,7 +515,7 @@ def test_captured_rounds_equal_single_ones(dtype: torch.dtype) -> None:
     errors = []
     for _ in range(4):
         anchors = [generator.randrange(500) for _ in states]
-        drafted = runner.propose(list(zip(states, anchors, strict=True)))
+        drafted = runner.propose([Anchor(*pair) for pair in zip(states, anchors, strict=True)])
         assert int(drafted.ids_AG.min()) >= 0 and int(drafted.ids_AG.max()) < config.vocab_size
         contexts, visible = zip(*(state.context() for state in plain), strict=True)
         with torch.inference_mode():
@@ -437,7 +532,8 @@ def test_captured_rounds_equal_single_ones(dtype: torch.dtype) -> None:
             for state, lease, anchor, ids in zip(states, leases, anchors, drafted.ids_AG.tolist(), strict=True)
         ]
         _, logits_TV = runner.step(rows)
-        got = logits_TV.split([len(row.ids) for row in rows])
+        widths = [len(row.ids) for row in rows]
+        got = logits_TV[: sum(widths)].split(widths)
         for row, logits, other in zip(rows, got, plain, strict=True):
             want_TV = model.decode(other, torch.tensor(row.ids, device="cuda"))
             errors.append(float((logits - want_TV).norm() / want_TV.norm()))

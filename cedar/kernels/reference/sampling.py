@@ -14,6 +14,30 @@ def draw_rows(logits_TV: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> Te
 
 
 def choose_rows(logits_TV: Tensor, params: RowParams) -> Tensor:
+    return _chosen(logits_TV, params, *_kept(logits_TV, params))
+
+
+def draw_drafts(logits_TV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    kept = _kept(logits_TV, params)
+    return _chosen(logits_TV, params, *kept), _probs(*kept).float()
+
+
+def verify_rows(
+    logits_TV: Tensor, params: RowParams, draft_T: Tensor, draft_prob_TV: Tensor, other_T: Tensor
+) -> Tensor:
+    kept = _kept(logits_TV, params)
+    chosen_T = _chosen(logits_TV, params, *kept)
+    p_TV, q_TV, draft_T1 = _probs(*kept), draft_prob_TV.double(), draft_T.clamp(min=0).unsqueeze(-1)
+    stands_T = params.uniform_T * q_TV.gather(1, draft_T1).squeeze(-1) < p_TV.gather(1, draft_T1).squeeze(-1)
+    rest_TV = (p_TV - q_TV).clamp(min=0)
+    # p and q equal but for rounding: nothing is left over
+    rest_TV = torch.where(rest_TV.sum(-1, keepdim=True) > 1e-8, rest_TV, p_TV)
+    verified_T = torch.where(stands_T, draft_T, _draw(rest_TV, other_T))
+    return torch.where((draft_T < 0) | (chosen_T < 0), chosen_T, verified_T)
+
+
+def _kept(logits_TV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """(the tokens in the order of a row's choice, their weights), 0 for what a filter leaves out."""
     scaled_TV = _scaled(logits_TV, params.temperature_T)
     vocab_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
     has_filter_T = (params.top_k_T > 0) | (params.top_p_T < 1) | (params.min_p_T > 0)
@@ -27,8 +51,18 @@ def choose_rows(logits_TV: Tensor, params: RowParams) -> Tensor:
     weight_TV = weight_TV * (within_TV | (params.top_p_T >= 1).unsqueeze(-1))
     floor_T1 = params.min_p_T.unsqueeze(-1) * weight_TV[:, :1]
     weight_TV = weight_TV * ((weight_TV >= floor_T1) | (params.min_p_T == 0).unsqueeze(-1))
+    return order_TV, weight_TV
+
+
+def _chosen(logits_TV: Tensor, params: RowParams, order_TV: Tensor, weight_TV: Tensor) -> Tensor:
     drawn_T = order_TV.gather(1, _draw(weight_TV, params.uniform_T).unsqueeze(-1)).squeeze(-1)
     return _finished(logits_TV, params.temperature_T, drawn_T)
+
+
+def _probs(order_TV: Tensor, weight_TV: Tensor) -> Tensor:
+    """Probabilities in the vocabulary's order, float64."""
+    share_TV = weight_TV / weight_TV.sum(-1, keepdim=True)
+    return torch.zeros_like(share_TV).scatter(1, order_TV, share_TV)
 
 
 def _scaled(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
