@@ -122,11 +122,3 @@ def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec
     check.shape("packed_grouped_linear", "codes", codes_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
     check.shape("packed_grouped_linear", "scales", scales, num_groups, -(-outputs // 32), -(-channels // 32))
     return select("packed_grouped_linear", x_TGI, codes_GOI)(x_TGI, codes_GOI, scales, spec)
-
-
-def packed_ahead(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
-    """`packed_grouped_linear`; of a row or two with the weight read before they are there. No gradient."""
-    num_groups, outputs, channels = codes_GOI.shape
-    check.shape("packed_ahead", "codes", codes_GOI, x_TGI.shape[1], None, x_TGI.shape[2])
-    check.shape("packed_ahead", "scales", scales, num_groups, -(-outputs // 32), -(-channels // 32))
-    return select("packed_ahead", x_TGI, codes_GOI)(x_TGI, codes_GOI, scales, spec)

@@ -56,7 +56,6 @@ BACKENDS: dict[str, dict[str, str]] = {
     "packed_experts": {"reference": "experts", "triton": "packed_experts"},
     "advance_routed": {"reference": "experts", "triton": "advance"},
     "advance_fed": {"reference": "experts", "triton": "advance"},
-    "advance_shared": {"reference": "experts", "triton": "advance"},
     "feed": {"reference": "experts", "triton": "feed"},
     "experts": {"reference": "experts", "cpu": "experts", "cuda": "experts"},
     "mix_coefficients": {"reference": "mhc", "cpu": "mhc", "triton": "mhc"},
@@ -80,7 +79,6 @@ BACKENDS: dict[str, dict[str, str]] = {
     "rotate": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "swiglu": {"reference": "dense", "cpu": "dense", "triton": "dense"},
     "swiglu_round": {"reference": "dense", "triton": "gates"},
-    "packed_ahead": {"reference": "dense", "triton": "packed_rows"},
     "add_round": {"reference": "dense", "triton": "gates"},
     "round_rows": {"reference": "quantize", "cpu": "quantize", "triton": "quantize"},
 }

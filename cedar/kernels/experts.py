@@ -220,30 +220,3 @@ def advance_fed(
     check.shape("advance_fed", "router", router.weight_ED, weights.w1_EID.shape[0], streams_TND.shape[-1])
     run = select("advance_fed", streams_TND, router.weight_ED, weights.w1_EID)
     return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit)
-
-
-def advance_shared(
-    y_TD: Tensor,
-    streams_TND: Tensor,
-    post_TN: Tensor,
-    mixing_TNN: Tensor,
-    premix_TN: Tensor,
-    sublayer: Sublayer,
-    spec: FormatSpec | None,
-    router: Router,
-    image_T: Tensor,
-    codes_XD: Tensor,
-    scales: Tensor,
-    *,
-    limit: float,
-) -> tuple[Entered, Tensor, Tensor, Tensor]:
-    """`advance_routed`, and the shared expert's gate and up, one stored weight, with SwiGLU rounded. No gradient.
-
-    Returns:
-        Entered, ids [T, K], weights [T, K], inner channels [T, X / 2].
-    """
-    check.shape("advance_shared", "router", router.weight_ED, router.bias_E.shape[0], streams_TND.shape[-1])
-    check.shape("advance_shared", "codes", codes_XD, None, streams_TND.shape[-1])
-    run = select("advance_shared", streams_TND, router.weight_ED, codes_XD)
-    streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-    return run(*streams, sublayer, spec, router, image_T, codes_XD, scales, limit)

@@ -28,21 +28,13 @@ from cedar.kernels.dense import (
     add_round,
     grouped_linear,
     linear_float32,
-    packed_ahead,
+    packed_grouped_linear,
+    packed_linear,
     swiglu_round,
 )
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import (
-    Packed,
-    Router,
-    Tiled,
-    Weights,
-    advance_fed,
-    advance_shared,
-    packed_experts,
-    route,
-)
-from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
+from cedar.kernels.mhc import Entered, Sublayer, advance_projected, expand
 from cedar.kernels.pages import Paged, Split, Stored, advance_split, locate, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
@@ -58,8 +50,6 @@ from cedar.model.transformer import Transformer, tap_of
 if TYPE_CHECKING:
     from cedar.model.draft import Draft
 
-# so few that the shared expert begins in the launch that routes; more leave it room beside the routing
-FEW_ROWS = 2
 # (what, KV source) -> the pool's bytes of it
 StoredRows = Mapping[tuple[str, int], Stored]
 
@@ -440,8 +430,8 @@ class PackedFeed(NamedTuple):
         return packed_experts(u_TD, ids_TK, weights_TK, *stacks, limit=limit, round_inner=spec is not None)
 
     def run_shared(self, u_TD: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:
-        inner_TI = swiglu_round(project(u_TD, self.shared13), limit, spec)
-        return project(inner_TI, self.shared2)
+        inner_TI = swiglu_round(packed_linear(u_TD, *self.shared13, None), limit, spec)
+        return packed_linear(inner_TI, *self.shared2, None)
 
 
 class DecodeLayer:
@@ -551,16 +541,10 @@ class DecodeLayer:
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
         chosen, limit = self.router, self.block.ffn.experts.limit
         if isinstance(self.feed, PackedFeed):
-            packed = self.feed
-            if y_TD.shape[0] <= FEW_ROWS:
-                entering = y_TD, *streams, self.experts, spec, chosen, image_T
-                entered, ids_TK, weights_TK, inner_TI = advance_shared(*entering, *packed.shared13, limit=limit)
-                shared = aside(lambda: project(inner_TI, packed.shared2), self._side)
-            else:
-                entered = advance(y_TD, *streams, self.experts, spec)
-                shared = aside(lambda: packed.run_shared(entered.rounded_TD, limit, spec), self._side)
-                ids_TK, weights_TK, _ = route(entered.normed_TD, image_T, *chosen)
-            routed_TD = packed.run_routed(entered.rounded_TD, ids_TK, weights_TK, limit, spec)
+            entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, chosen, image_T)
+            u_TD, packed = entered.rounded_TD, self.feed
+            shared = aside(lambda: packed.run_shared(u_TD, limit, spec), self._side)
+            routed_TD = packed.run_routed(u_TD, ids_TK, weights_TK, limit, spec)
             return Output(routed_TD, shared()), entered
         entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, chosen, image_T, self.feed, limit=limit)
         return Output(y_TD), entered
@@ -607,8 +591,7 @@ def _joined(*linears: Linear) -> Tensor | Tiles:
 def project(x_TI: Tensor, weight_OI: Tensor | Tiles) -> Tensor:
     """A linear of rows that are rounded already."""
     if isinstance(weight_OI, Tiles):
-        codes, scales = weight_OI
-        return packed_ahead(x_TI.unsqueeze(1), codes.unsqueeze(0), scales.unsqueeze(0), None).squeeze(1)
+        return packed_linear(x_TI, *weight_OI, None)
     return grouped_linear(x_TI.unsqueeze(1), weight_OI.unsqueeze(0), None).squeeze(1)
 
 
@@ -616,7 +599,7 @@ def project_groups(x_TGI: Tensor, weight_XI: Tensor | Tiles, spec: FormatSpec | 
     """Each group of channels through its part of a weight's outputs, rounded to `spec`: [T, G, O]."""
     num_groups = x_TGI.shape[1]
     if isinstance(weight_XI, Tiles):
-        return packed_ahead(x_TGI, *weight_XI.groups(num_groups), spec)
+        return packed_grouped_linear(x_TGI, *weight_XI.groups(num_groups), spec)
     return grouped_linear(x_TGI, weight_XI.unflatten(0, (num_groups, -1)), spec)
 
 

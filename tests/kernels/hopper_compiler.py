@@ -105,7 +105,6 @@ def call_all(size: dict[str, int]) -> None:
         locate,
         packed_experts,
         packed_linear,
-        packed_rows,
         paged_attention,
         paged_indexer,
         pages,
@@ -197,11 +196,6 @@ def call_all(size: dict[str, int]) -> None:
         packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
     packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
     packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
-    # inputs in shares, and of several pieces of one
-    for inputs in (4096, 1280):
-        codes = torch.zeros(1, 64, inputs, dtype=torch.uint8), torch.zeros(1, 2, inputs // 32, dtype=torch.uint8)
-        packed_rows.packed_ahead(torch.zeros(rows, 1, inputs, **half), *codes, FP8)
-        packed_rows.packed_ahead(torch.zeros(1, 1, inputs, **half), *codes, None)
     sublayer = Sublayer(
         torch.zeros(24, 4 * hidden),
         torch.zeros(3),
@@ -232,9 +226,7 @@ def call_all(size: dict[str, int]) -> None:
         if many == rows and wide > 256:
             y, router = torch.zeros(many, wide), Router(torch.zeros(384, wide, **half), *torch.zeros(2, 384), 6, 1.5)
             advance.advance(y, *several, several[1], coefficients, FP8, y.bfloat16())
-            stored = torch.zeros(192, wide, dtype=torch.uint8), torch.zeros(6, wide // 32, dtype=torch.uint8)
-            entering = y.bfloat16(), *several, several[1], coefficients, FP8
-            advance.advance_shared(*entering, router, present, *stored, 10.0)
+            advance.advance_routed(y.bfloat16(), *several, several[1], coefficients, FP8, router, present)
             outputs = size["latent"] + channels
             sizes = (outputs, wide), (outputs // 32, wide // 32)
             stored = tuple(torch.zeros(shape, dtype=torch.uint8) for shape in sizes)

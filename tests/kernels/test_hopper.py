@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed: there is nothing 
 EXPECTED = {
     "_add_round",
     "_advance",
-    "_advance_shared",
+    "_advance_route",
     "_advance_split",
     "_advance_wide",
     "_attend",
@@ -31,7 +31,6 @@ EXPECTED = {
     "_memory",
     "_mix_rows",
     "_norm_round",
-    "_packed_ahead",
     "_packed_linear",
     "_plan",
     "_pool_pairs",

@@ -70,7 +70,3 @@ def packed_linear(x_TI: Tensor, codes_OI: Tensor, scales: Tensor, spec: FormatSp
 def packed_grouped_linear(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
     weights = [dequantize_tiles(*group, x_TGI.dtype) for group in zip(codes_GOI, scales, strict=True)]
     return ops.grouped_linear(x_TGI, torch.stack(weights), spec)
-
-
-def packed_ahead(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec | None) -> Tensor:
-    return ops.packed_grouped_linear(x_TGI, codes_GOI, scales, spec)

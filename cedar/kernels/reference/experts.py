@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP8, FormatSpec
 from cedar.kernels import experts as ops
-from cedar.kernels.dense import linear, packed_linear, swiglu, swiglu_round
+from cedar.kernels.dense import linear, swiglu
 from cedar.kernels.mhc import Entered, Sublayer, advance
 from cedar.kernels.quantize import dequantize_rows, round_rows
 
@@ -136,23 +136,3 @@ def advance_fed(
     entered, ids_TK, weights_TK = ops.advance_routed(*streams, sublayer, spec, router, image_T)
     round_inner = spec is not None
     return entered, ops.feed(entered.rounded_TD, ids_TK, weights_TK, weights, limit=limit, round_inner=round_inner)
-
-
-def advance_shared(
-    y_TD: Tensor,
-    streams_TND: Tensor,
-    post_TN: Tensor,
-    mixing_TNN: Tensor,
-    premix_TN: Tensor,
-    sublayer: Sublayer,
-    spec: FormatSpec | None,
-    router: ops.Router,
-    image_T: Tensor,
-    codes_XD: Tensor,
-    scales: Tensor,
-    limit: float,
-) -> tuple[Entered, Tensor, Tensor, Tensor]:
-    streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-    entered, ids_TK, weights_TK = ops.advance_routed(*streams, sublayer, spec, router, image_T)
-    inner_TI = swiglu_round(packed_linear(entered.rounded_TD, codes_XD, scales, None), limit, spec)
-    return entered, ids_TK, weights_TK, inner_TI

@@ -20,7 +20,7 @@ from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.experts import Router, Weights
 from cedar.kernels.mhc import Entered, Sublayer
 from cedar.kernels.pages import Split
-from cedar.kernels.triton.advance_wide import MOST_BEHIND, Entering, run_shared, run_split, run_wide
+from cedar.kernels.triton.advance_wide import MOST_BEHIND, Entering, run_routed, run_split, run_wide
 from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.feed import activated, down
@@ -54,19 +54,16 @@ __all__ = [
     "advance_fed",
     "advance_projected",
     "advance_routed",
-    "advance_shared",
     "advance_split",
     "fits",
     "unavailable",
 ]
 
-FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed", "advance_split", "advance_shared")
+FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed", "advance_split")
 # a thread holds the coefficients' weights of its channels
 _NARROW, _FEW_ROWS = 256, 64
 # rows that take what reads them along, and experts whose weights are all read ahead, in blocks of outputs
 _MOST_FED, _FEW_EXPERTS, _INNER = 4, 16, 32
-# gates and ups of a shared expert that has counters enough
-_MOST_SHARED = 2**16
 # wide streams whose rows are taken by tiles and shares of the channels
 _FEW_WIDE_ROWS = 128
 # rows whose mixes a program makes, where there are many
@@ -75,12 +72,11 @@ _MIXED = 32
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
     """Four streams of whole groups of 32. Routed at once: 64 rows of up to 256 channels; with a linear or the experts
-    behind it: 4 rows, for which every expert's weights are read. Wider ones with what `advance_wide` adds: 2 rows.
+    behind it: 4 rows, for which every expert's weights are read. Wider ones with routing or a stored linear: 2 rows.
     """
     num_rows, num_streams, channels = streams.shape
     fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0
-    stored = [] if op in ("advance_split", "advance_shared") else others[1:]
-    fitting = fitting and is_half_or_float(streams, *(others[:1] if op != "advance_split" else []), *stored)
+    fitting = fitting and is_half_or_float(streams) and (op == "advance_split" or is_half_or_float(*others))
     if op == "advance":
         return fitting
     if op == "advance_projected":
@@ -88,9 +84,8 @@ def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
     num_experts = others[0].shape[0]
     if op == "advance_split":
         return fitting and channels > _NARROW and num_rows <= MOST_BEHIND
-    if op == "advance_shared":
-        fitting = fitting and others[1].shape[0] % 64 == 0 and others[1].shape[0] <= _MOST_SHARED
-        return fitting and channels > _NARROW and num_rows <= MOST_BEHIND and num_experts <= MOST_EXPERTS
+    if op == "advance_routed" and channels > _NARROW and num_experts > MAX_EXPERTS:
+        return fitting and num_rows <= MOST_BEHIND and num_experts <= MOST_EXPERTS
     if op == "advance_fed":
         fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS and others[1].shape[1] % 32 == 0
     return fitting and channels <= _NARROW and num_rows <= _FEW_ROWS and num_experts <= MAX_EXPERTS
@@ -386,28 +381,13 @@ def advance_routed(
     router: Router,
     image_T: Tensor,
 ) -> tuple[Entered, Tensor, Tensor]:
+    if streams_TND.shape[-1] > _NARROW:
+        entering = _entering(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, None)
+        return entering.entered, *run_routed(entering, router, image_T)
     entered, ids_TK, weights_TK, _ = _run_routed(
         y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, None, 0.0
     )
     return entered, ids_TK, weights_TK
-
-
-def advance_shared(
-    y_TD: Tensor,
-    streams_TND: Tensor,
-    post_TN: Tensor,
-    mixing_TNN: Tensor,
-    premix_TN: Tensor,
-    sublayer: Sublayer,
-    spec: FormatSpec | None,
-    router: Router,
-    image_T: Tensor,
-    codes_XD: Tensor,
-    scales: Tensor,
-    limit: float,
-) -> tuple[Entered, Tensor, Tensor, Tensor]:
-    entering = _entering(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, None)
-    return entering.entered, *run_shared(entering, router, image_T, codes_XD, scales, limit)
 
 
 def advance_split(

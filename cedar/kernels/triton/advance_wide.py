@@ -1,9 +1,8 @@
 """`advance` of few rows of wide streams, and for a row or two what stands behind it in the same launch.
 
 A program takes a tile of rows and a share of the channels; others wait for these and add the shares' sums in a fixed
-order: one makes a row's mixes, some norm its channels. What reads the input norms it too, rather than wait once more:
-the routing among hundreds of experts and the shared expert's gate and up, or the latents of a query and a window key.
-Its weights are read before.
+order: one makes a row's mixes, some norm its channels. What reads the input waits for the norms alone, beside the
+mixes: the routing among hundreds of experts, or the latents of a query and a window key. Its weights are read before.
 
 T rows, D channels of a stream, E experts, K chosen; P rows of a tile, B channels of a share, S shares.
 """
@@ -24,10 +23,9 @@ from cedar.kernels.triton.arrivals import arrive, counters, leave, wait_for
 from cedar.kernels.triton.chain import AHEAD, announce, wait
 from cedar.kernels.triton.device import INTERPRETED, next_power_of_2
 from cedar.kernels.triton.few_rows import operand
-from cedar.kernels.triton.gates import activate_shares
-from cedar.kernels.triton.many_experts import ROW_EXPERTS, ROW_STEP, choose, expert_weights, row_products
+from cedar.kernels.triton.many_experts import ROW_EXPERTS, ROW_STEP, choose, row_products
 from cedar.kernels.triton.mixes import balance, logit_terms, store_gates, store_logits
-from cedar.kernels.triton.packed_rows import STORED_STEP, stored_products, stored_tile
+from cedar.kernels.triton.packed_rows import STORED_STEP, packed_products
 from cedar.kernels.triton.pages import split_products
 from cedar.kernels.triton.streams import (
     INPUT_SQUARE,
@@ -47,10 +45,9 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 _ROWS, _SLICE = 16, 1024
 # tiles whose rows' sums are joined in the same launch: more programs would wait, and poll, than there is room for
 _TOGETHER = 2
-# inner channels of the shared expert that a program activates
-_BLOCK = 512
-# where the counters of rows and of their blocks lie, behind those of tiles
-_MULTIPLIED, _ACTIVATED, _MOST_COUNTERS = tl.constexpr(16), tl.constexpr(24), 256
+# where the counters of rows lie, behind those of tiles
+_NORMED, _MULTIPLIED = tl.constexpr(16), tl.constexpr(24)
+_MOST_BEHIND = 8
 
 
 @triton.jit
@@ -81,11 +78,11 @@ def _across(numbers):
 
 @triton.jit
 def _share_streams(
-    y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, input_ptr, partial_ptr, tile, share,
+    y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr, tile, share,
     shares, num_rows, channels,
     FRESH: tl.constexpr, MORE: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """P rows times B channels of the streams, and of the input before its norm."""
+    """P rows times B channels; `normed` holds the input before its norm for now."""
     row_P = tile.to(tl.int64) * P + tl.arange(0, P)
     known_P, channel = row_P < num_rows, share * B + tl.arange(0, B)
     row, known, output = row_P[:, None], known_P[:, None], tl.arange(0, 32)
@@ -117,7 +114,7 @@ def _share_streams(
     if FRESH:
         store_streams(out_ptr, (s0, s1, s2, s3), row, place, inside, channels)
     u = collapse((s0, s1, s2, s3), premix)
-    tl.store(input_ptr + row * channels + place, u, mask=inside)
+    tl.store(normed_ptr + row * channels + place, u, mask=inside)
     total, low = tl.zeros([P, 32], tl.float32), tl.zeros([P, 32], tl.float32)
     total, low = _product(s0, w0, total, low, OPERAND)
     total, low = _product(s1, w1, total, low, OPERAND)
@@ -131,22 +128,6 @@ def _share_streams(
 
 
 @triton.jit
-def _normed(partial_ptr, input_ptr, gain, row, channel, channels, shares, norm_eps, S: tl.constexpr):
-    """Some channels of a row's input, from what programs of the same launch or of the one before have written."""
-    share = tl.arange(0, S)
-    place = partial_ptr + (row * shares + share) * 32 + INPUT_SQUARE
-    square = tl.sum(tl.load(place, mask=share < shares, other=0.0, cache_modifier=".cg"), axis=0)
-    u = tl.load(input_ptr + row * channels + channel, mask=channel < channels, other=0.0, cache_modifier=".cg")
-    inverse = 1.0 / tl.sqrt_rn(square / channels + norm_eps)
-    return (u.to(tl.float32) * inverse * gain).to(input_ptr.dtype.element_ty)
-
-
-@triton.jit
-def _gains(gain_ptr, channel, channels):
-    return tl.load(gain_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _arrived(counter_ptr, shares, TOGETHER: tl.constexpr):
     """The shares of a row are there: of this launch, or of the one before."""
     wait()
@@ -156,18 +137,19 @@ def _arrived(counter_ptr, shares, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _join_shares(
-    partial_ptr, scale_ptr, base_ptr, gain_ptr, input_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
+    partial_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
     next_mixing_ptr, counter_ptr, waiting, row, part, channels, shares, eps, rms_eps, norm_eps,
-    TOGETHER: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
+    TOGETHER: tl.constexpr, BEHIND: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """A row's sums over its shares: one program makes its mixes, the others norm B channels each."""
+    share = tl.arange(0, S)
+    place, there = partial_ptr + (row * shares + share) * 32, share < shares
     if part == 0:
-        share, output = tl.arange(0, S), tl.arange(0, 32)
+        output = tl.arange(0, 32)
         terms = logit_terms(output, scale_ptr, base_ptr)
         _arrived(counter_ptr + row // P, shares, TOGETHER)
-        place = partial_ptr + (row * shares + share[:, None]) * 32 + output[None, :]
-        partial = tl.load(place, mask=(share < shares)[:, None], other=0.0, cache_modifier=".cg")
+        partial = tl.load(place[:, None] + output[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
         total = tl.sum(partial, axis=0)
         square = tl.sum(tl.where(output == SQUARE, total, 0.0), axis=0)
         logit = total * (1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)) * terms[0] + terms[1]
@@ -177,68 +159,55 @@ def _join_shares(
     else:
         channel = (part - 1) * B + tl.arange(0, B)
         inside = channel < channels
-        gain = _gains(gain_ptr, channel, channels)
+        gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
         _arrived(counter_ptr + row // P, shares, TOGETHER)
-        normed = _normed(partial_ptr, input_ptr, gain, row, channel, channels, shares, norm_eps, S)
+        u = tl.load(normed_ptr + row * channels + channel, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        square = tl.sum(tl.load(place + INPUT_SQUARE, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+        normed = (u * (1.0 / tl.sqrt_rn(square / channels + norm_eps)) * gain).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + row * channels + channel, normed, mask=inside)
         if ROUNDED:
             tl.store(rounded_ptr + row * channels + channel, rounded_input(normed, B), mask=inside)
+        if BEHIND:
+            arrive(counter_ptr + _NORMED + row)
     if TOGETHER:
         leave(counter_ptr + row // P, shares, waiting)
 
 
 @triton.jit
 def _enter(
-    program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps, behind,
-    TOGETHER: tl.constexpr, FRESH: tl.constexpr, MORE: tl.constexpr, ROUNDED: tl.constexpr,
+    program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+    TOGETHER: tl.constexpr, BEHIND: tl.constexpr, FRESH: tl.constexpr, MORE: tl.constexpr, ROUNDED: tl.constexpr,
     ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of rows by shares of channels; then rows by what is made of their sums.
-
-    Args:
-        behind: How many more programs wait for these sums.
-    """
+    """Tiles of rows by shares of channels; then rows by what is made of their sums."""
     (
         y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
+        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr,
     ) = tensors  # fmt: skip
     if program < tiles * shares:
         tile = program % tiles
         _share_streams(
-            y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, input_ptr, partial_ptr, tile,
+            y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr, tile,
             program // tiles, shares, num_rows, channels, FRESH, MORE, OPERAND, P, B,
         )  # fmt: skip
         if TOGETHER:
             arrive(counter_ptr + tile)
     else:
         row = (program - tiles * shares) // parts
-        waiting = tl.minimum(num_rows - row // P * P, P) * parts + behind
+        waiting = tl.minimum(num_rows - row // P * P, P) * parts
         _join_shares(
-            partial_ptr, scale_ptr, base_ptr, gain_ptr, input_ptr, normed_ptr, rounded_ptr, next_premix_ptr,
-            next_post_ptr, next_mixing_ptr, counter_ptr, waiting, row.to(tl.int64), (program - tiles * shares) % parts,
-            channels, shares, eps, rms_eps, norm_eps, TOGETHER, ROUNDED, ITERATIONS, WIDTH, P, S,
+            partial_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
+            next_mixing_ptr, counter_ptr, waiting, row.to(tl.int64), (program - tiles * shares) % parts, channels,
+            shares, eps, rms_eps, norm_eps, TOGETHER, BEHIND, ROUNDED, ITERATIONS, WIDTH, P, S,
         )  # fmt: skip
-
-
-@triton.jit
-def _products_behind(
-    codes_ptr, scales_ptr, tile, partial_ptr, input_ptr, gain_ptr, counter_ptr, row, channel, channels, outputs, shares,
-    norm_eps, ROUNDED: tl.constexpr, STEP: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """A row's input, normed and rounded, times a tile of a stored weight, which is read before it is there."""
-    stored = stored_tile(codes_ptr, scales_ptr, tile, channel, channels, outputs)
-    gain = _gains(gain_ptr, channel, channels)
-    _arrived(counter_ptr, shares, True)
-    u = _normed(partial_ptr, input_ptr, gain, row, channel, channels, shares, norm_eps, S)
-    return stored_products(stored, rounded_input(u, STEP) if ROUNDED else u)
 
 
 @triton.jit
 def _advance_wide(
     y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
-    num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps, first,
+    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr, num_rows,
+    channels, tiles, shares, parts, eps, rms_eps, norm_eps, first,
     TOGETHER: tl.constexpr, FRESH: tl.constexpr, MORE: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr,
     OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -246,93 +215,63 @@ def _advance_wide(
     announce()
     tensors = (
         y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
+        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr,
     )  # fmt: skip
     _enter(
-        tl.program_id(0) + first, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps, 0,
-        TOGETHER, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
+        tl.program_id(0) + first, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+        TOGETHER, False, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
     )  # fmt: skip
 
 
 @triton.jit
-def _advance_shared(
+def _advance_route(
     y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
-    num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
-    image_ptr, router_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, scores_ptr, codes_ptr,
-    scales_ptr, products_ptr, inner_ptr, num_experts, k, scaling, router_shares, num_inner, limit,
+    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr, num_rows,
+    channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+    image_ptr, router_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr, products_ptr, num_experts, k,
+    scaling, router_shares,
     FRESH: tl.constexpr, MORE: tl.constexpr, ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr,
     P: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
-    EXPERTS: tl.constexpr, ROW_STEP: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    SHARES: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Behind the entry each row's products with some experts' router weights over a share of the channels, and its
-    choice; then its products with a tile of the shared expert's gate or up over a share, and SwiGLU of blocks of them.
-    """
+    """Behind the entry each row's products with some experts' weights over a share of the channels, then its choice."""
     announce()
     tensors = (
         y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
+        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr,
     )  # fmt: skip
-    program, inner_tiles, blocks = tl.program_id(0), num_inner // 32, tl.cdiv(num_inner, BLOCK)
-    scoring, multiplying = tl.cdiv(num_experts, EXPERTS) * router_shares, 2 * inner_tiles * SHARES
-    behind = num_rows * (scoring + multiplying)
-    # where each part of the programs ends
-    entered = tiles * shares + num_rows * parts
-    scored, chosen = entered + num_rows * scoring, entered + num_rows * (scoring + 1)
-    multiplied = chosen + num_rows * multiplying
-    waiting = num_rows * parts + behind
-    if program < entered:
+    program, entering = tl.program_id(0), tiles * shares + num_rows * parts
+    each = tl.cdiv(num_experts, EXPERTS) * router_shares
+    if program < entering:
         _enter(
-            program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps, behind,
-            True, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
+            program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+            True, True, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
         )  # fmt: skip
-    elif program < scored:
-        t, job = (program - entered) % num_rows, (program - entered) // num_rows
+    elif program < entering + num_rows * each:
+        t, job = (program - entering) % num_rows, (program - entering) // num_rows
         expert = job // router_shares * EXPERTS + tl.arange(0, EXPERTS)
-        column = job % router_shares * ROW_STEP + tl.arange(0, ROW_STEP)
-        weights = expert_weights(router_ptr, expert, column, channels, num_experts)
-        gain = _gains(gain_ptr, column, channels)
-        _arrived(counter_ptr, shares, True)
-        score = row_products(
-            weights, _normed(partial_ptr, input_ptr, gain, t, column, channels, shares, norm_eps, S)
+        channel = job % router_shares * STEP + tl.arange(0, STEP)
+        arrived_ptr = counter_ptr + _NORMED + t
+        product = row_products(
+            normed_ptr, router_ptr, t, expert, channel, channels, num_experts, arrived_ptr, parts - 1, True
         )  # fmt: skip
-        place = scores_ptr + (job % router_shares * num_rows + t) * num_experts + expert
-        tl.store(place, score, mask=expert < num_experts)
+        place = products_ptr + (job % router_shares * num_rows + t) * num_experts + expert
+        tl.store(place, product, mask=expert < num_experts)
         arrive(counter_ptr + _MULTIPLIED + t)
-        leave(counter_ptr, shares, waiting)
-    elif program < chosen:
-        row = (program - scored).to(tl.int64)
-        choose(
-            scores_ptr, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr,
-            counter_ptr + _MULTIPLIED + row, scoring, 1, row, num_rows, num_experts, k, scaling, router_shares, True, E,
-            R,
-        )  # fmt: skip
-    elif program < multiplied:
-        row_, tile = (program - chosen) % num_rows, (program - chosen) // (num_rows * SHARES)
-        share = (program - chosen) // num_rows % SHARES
-        output, channel = tile * 32 + tl.arange(0, 32), share * STEP + tl.arange(0, STEP)
-        product = _products_behind(
-            codes_ptr, scales_ptr, tile, partial_ptr, input_ptr, gain_ptr, counter_ptr, row_, channel, channels,
-            2 * num_inner, shares, norm_eps, ROUNDED, STEP, S,
-        )  # fmt: skip
-        tl.store(products_ptr + (row_ * SHARES + share) * 2 * num_inner + output, product)
-        arrive(counter_ptr + _ACTIVATED + row_ * blocks + tile % inner_tiles // (BLOCK // 32))
-        leave(counter_ptr, shares, waiting)
+        leave(arrived_ptr, parts - 1, each)
     else:
-        mine, block = (program - multiplied) // blocks, (program - multiplied) % blocks
-        arrivals = tl.minimum(inner_tiles - block * (BLOCK // 32), BLOCK // 32) * 2 * SHARES
-        activate_shares(
-            products_ptr, inner_ptr, mine, block, num_inner, limit, counter_ptr + _ACTIVATED + mine * blocks + block,
-            arrivals, ROUNDED, SHARES, BLOCK,
+        row = (program - entering - num_rows * each).to(tl.int64)
+        choose(
+            products_ptr, image_ptr, bias_ptr, image_bias_ptr, ids_ptr, weights_ptr, score_ptr,
+            counter_ptr + _MULTIPLIED + row, each, 1, row, num_rows, num_experts, k, scaling, router_shares, True, E, R,
         )  # fmt: skip
 
 
 @triton.jit
 def _advance_split(
     y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
-    num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+    normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr, num_rows,
+    channels, tiles, shares, parts, eps, rms_eps, norm_eps,
     weight_ptr, factors_ptr, products_ptr, latent_ptr, query_gain_ptr, query_ptr, key_gain_ptr, cos_ptr, sin_ptr,
     page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr, outputs, num_latent, key_channels, num_angles, query_eps,
     key_eps, code_page, code_row, scale_page, scale_row,
@@ -346,28 +285,29 @@ def _advance_split(
     announce()
     tensors = (
         y_ptr, more_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, scale_ptr, base_ptr, gain_ptr, out_ptr,
-        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, input_ptr, partial_ptr, counter_ptr,
+        normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, partial_ptr, counter_ptr,
     )  # fmt: skip
-    program, entered = tl.program_id(0), tiles * shares + num_rows * parts
+    program, entering = tl.program_id(0), tiles * shares + num_rows * parts
     each = tl.cdiv(outputs, 32) * SHARES
-    if program < entered:
+    if program < entering:
         _enter(
-            program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps, num_rows * each,
-            True, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
+            program, tensors, num_rows, channels, tiles, shares, parts, eps, rms_eps, norm_eps,
+            True, True, FRESH, MORE, ROUNDED, ITERATIONS, OPERAND, P, B, WIDTH, S,
         )  # fmt: skip
-    elif program < entered + num_rows * each:
-        t, tile = (program - entered) % num_rows, (program - entered) // (num_rows * SHARES)
-        share = (program - entered) // num_rows % SHARES
-        output, channel = tile * 32 + tl.arange(0, 32), share * STEP + tl.arange(0, STEP)
-        product = _products_behind(
-            weight_ptr, factors_ptr, tile, partial_ptr, input_ptr, gain_ptr, counter_ptr, t, channel, channels, outputs,
-            shares, norm_eps, ROUNDED, STEP, S,
+    elif program < entering + num_rows * each:
+        t, job = (program - entering) % num_rows, (program - entering) // num_rows
+        arrived_ptr = counter_ptr + _NORMED + t
+        input_ptr = (rounded_ptr if ROUNDED else normed_ptr) + t * channels
+        output = job // SHARES * 32 + tl.arange(0, 32)
+        product = packed_products(
+            input_ptr, weight_ptr, factors_ptr, job // SHARES, job % SHARES * STEP + tl.arange(0, STEP), channels,
+            outputs, arrived_ptr, parts - 1, True,
         )  # fmt: skip
-        tl.store(products_ptr + (t * SHARES + share) * outputs + output, product, mask=output < outputs)
+        tl.store(products_ptr + (t * SHARES + job % SHARES) * outputs + output, product, mask=output < outputs)
         arrive(counter_ptr + _MULTIPLIED + t)
-        leave(counter_ptr, shares, num_rows * (parts + each))
+        leave(arrived_ptr, parts - 1, each)
     else:
-        row, part = (program - entered - num_rows * each) // 2, (program - entered - num_rows * each) % 2
+        row, part = (program - entering - num_rows * each) // 2, (program - entering - num_rows * each) % 2
         split_products(
             row.to(tl.int64), part, products_ptr, latent_ptr, counter_ptr + _MULTIPLIED + row, each, query_gain_ptr,
             query_ptr, key_gain_ptr, cos_ptr, sin_ptr, page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr, outputs,
@@ -418,9 +358,8 @@ def _launch(entering: Entering) -> _Launch:
     partial = torch.empty(num_rows, shares, 32, device=streams_TND.device, dtype=torch.float32)
     arguments = (
         y_TD, y_TD if more_TD is None else more_TD, streams_TND, *old_mixes, sublayer.fn, sublayer.scale_3,
-        sublayer.base, sublayer.gain_D, *entered, torch.empty_like(entered.normed_TD), partial,
-        counters(y_TD.device, _MOST_COUNTERS), num_rows, channels, tiles, shares, parts, sublayer.eps,
-        sublayer.rms_eps, sublayer.norm_eps,
+        sublayer.base, sublayer.gain_D, *entered, partial, counters(y_TD.device, _MULTIPLIED.value + _MOST_BEHIND),
+        num_rows, channels, tiles, shares, parts, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
     )  # fmt: skip
     constants = {
         "FRESH": fresh, "MORE": more_TD is not None, "ROUNDED": rounded, "ITERATIONS": sublayer.iterations,
@@ -437,31 +376,22 @@ def run_wide(entering: Entering) -> None:
         _advance_wide[(programs,)](*arguments, first, TOGETHER=together, **constants, num_warps=4, launch_pdl=AHEAD)
 
 
-def run_shared(
-    entering: Entering, router: Router, image_T: Tensor, codes_XD: Tensor, scales: Tensor, limit: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for `MOST_BEHIND` rows, `route`, and the shared expert up to its last product: ids, weights, inner."""
+def run_routed(entering: Entering, router: Router, image_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for `MOST_BEHIND` rows, and `route`: (ids [T, K], weights [T, K])."""
     arguments, constants, working, joining, _ = _launch(entering)
     num_rows, num_experts, channels = image_T.shape[0], *router.weight_ED.shape
-    num_inner, device, dtype = codes_XD.shape[0] // 2, codes_XD.device, entering.streams_TND.dtype
-    new: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    router_shares, shares = triton.cdiv(channels, ROW_STEP), triton.cdiv(channels, STORED_STEP)
-    block = min(_BLOCK, next_power_of_2(num_inner))
-    ids_TK = torch.empty(num_rows, router.k, device=device, dtype=torch.int64)
+    new: dict[str, Any] = {"device": image_T.device, "dtype": torch.float32}
+    shares = triton.cdiv(channels, ROW_STEP)
+    ids_TK = torch.empty(num_rows, router.k, device=image_T.device, dtype=torch.int64)
     weights_TK, score_TE = torch.empty(num_rows, router.k, **new), torch.empty(num_rows, num_experts, **new)
-    scores = torch.empty(router_shares, num_rows, num_experts, **new)
-    products = torch.empty(num_rows, shares, 2 * num_inner, **new)
-    inner_TI = torch.empty(num_rows, num_inner, device=device, dtype=dtype)
-    behind = triton.cdiv(num_experts, ROW_EXPERTS) * router_shares + 1
-    behind += num_inner // 16 * shares + triton.cdiv(num_inner, block)
-    _advance_shared[(working + joining + num_rows * behind,)](
+    products = torch.empty(shares, num_rows, num_experts, **new)
+    programs = working + joining + num_rows * (triton.cdiv(num_experts, ROW_EXPERTS) * shares + 1)
+    _advance_route[(programs,)](
         *arguments, image_T, router.weight_ED, router.bias_E, router.image_bias_E, ids_TK, weights_TK, score_TE,
-        scores, codes_XD, scales, products, inner_TI, num_experts, router.k, router.scaling, router_shares, num_inner,
-        limit, **constants, EXPERTS=ROW_EXPERTS, ROW_STEP=ROW_STEP, E=next_power_of_2(num_experts),
-        R=next_power_of_2(router_shares), SHARES=shares, STEP=min(STORED_STEP, next_power_of_2(channels)), BLOCK=block,
-        num_warps=4, launch_pdl=AHEAD,
+        products, num_experts, router.k, router.scaling, shares, **constants, EXPERTS=ROW_EXPERTS, STEP=ROW_STEP,
+        E=next_power_of_2(num_experts), R=next_power_of_2(shares), num_warps=4, launch_pdl=AHEAD,
     )  # fmt: skip
-    return ids_TK, weights_TK, inner_TI
+    return ids_TK, weights_TK
 
 
 def run_split(entering: Entering, codes_XD: Tensor, scales: Tensor, split: Split) -> Tensor:

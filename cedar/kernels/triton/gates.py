@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
-from cedar.kernels.triton.arrivals import leave, sum_shares, wait_for
-from cedar.kernels.triton.chain import AHEAD, follow, wait
+from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.quantize import round_groups
 
@@ -30,35 +29,6 @@ def fits(op: str, x: Tensor, *others: Tensor) -> bool:
 
 
 @triton.jit
-def _activated(gate, up, limit, dtype: tl.constexpr, ROUNDED: tl.constexpr, B: tl.constexpr):
-    """B channels in `dtype` of float32 products."""
-    gate = tl.minimum(gate.to(dtype).to(tl.float32), limit)
-    up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -limit), limit)
-    y = (gate * tl.sigmoid(gate) * up).to(dtype)
-    if ROUNDED:
-        y = tl.reshape(round_groups(tl.reshape(y.to(tl.float32), (B // 32, 32)), 0), (B,)).to(dtype)
-    return y
-
-
-@triton.jit
-def activate_shares(
-    products_ptr, inner_ptr, row, block, num_inner, limit, counter_ptr, num_arrivals,
-    ROUNDED: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """`swiglu_round` of a block of a row, whose products are sums over shares that programs of the same launch make."""
-    inner = block * B + tl.arange(0, B)
-    inside = inner < num_inner
-    wait()
-    wait_for(counter_ptr, num_arrivals)
-    products_ptr += row * SHARES * 2 * num_inner
-    gate = sum_shares(products_ptr, inner, inside, 2 * num_inner, SHARES)
-    up = sum_shares(products_ptr, num_inner + inner, inside, 2 * num_inner, SHARES)
-    y = _activated(gate, up, limit, inner_ptr.dtype.element_ty, ROUNDED, B)
-    tl.store(inner_ptr + row * num_inner + inner, y, mask=inside)
-    leave(counter_ptr, num_arrivals, 1)
-
-
-@triton.jit
 def _swiglu_round(x_ptr, y_ptr, row_stride, num_inner, limit, ROUNDED: tl.constexpr, B: tl.constexpr):
     follow()
     row = tl.program_id(0).to(tl.int64)
@@ -66,8 +36,12 @@ def _swiglu_round(x_ptr, y_ptr, row_stride, num_inner, limit, ROUNDED: tl.conste
     inside = inner < num_inner
     gate = tl.load(x_ptr + row * row_stride + inner, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * row_stride + num_inner + inner, mask=inside, other=0.0).to(tl.float32)
-    y = _activated(gate, up, limit, y_ptr.dtype.element_ty, ROUNDED, B)
-    tl.store(y_ptr + row * num_inner + inner, y, mask=inside)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    y = (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty)
+    if ROUNDED:
+        y = tl.reshape(round_groups(tl.reshape(y.to(tl.float32), (B // 32, 32)), 0), (B,))
+    tl.store(y_ptr + row * num_inner + inner, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def swiglu_round(x_TX: Tensor, limit: float, spec: FormatSpec | None) -> Tensor:

@@ -34,15 +34,22 @@ def router_score(total):
 
 
 @triton.jit
-def expert_weights(weight_ptr, expert, channel, channels, num_experts):
+def row_products(
+    u_ptr, weight_ptr, row, expert, channel, channels, num_experts, counter_ptr, num_arrivals, BEHIND: tl.constexpr
+):
+    """One row's products over some channels, whose weights are read while the kernel before still runs.
+
+    Args:
+        num_arrivals: How many programs of the same launch make the row, if it is BEHIND them.
+    """
+    inside = channel < channels
     place = weight_ptr + expert[:, None] * channels + channel[None, :]
-    return tl.load(place, mask=(expert < num_experts)[:, None] & (channel < channels)[None, :], other=0.0)
-
-
-@triton.jit
-def row_products(weights, u):
-    """float32 [experts] of one row's channels."""
-    return tl.sum(weights.to(tl.float32) * u.to(tl.float32)[None, :], axis=1)
+    w = tl.load(place, mask=(expert < num_experts)[:, None] & inside[None, :], other=0.0)
+    wait()
+    if BEHIND:
+        wait_for(counter_ptr, num_arrivals)
+    u = tl.load(u_ptr + row * channels + channel, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(w.to(tl.float32) * u.to(tl.float32)[None, :], axis=1)
 
 
 @triton.jit
@@ -127,12 +134,9 @@ def _route_many(
         place = partial_ptr + share.to(tl.int64) * num_rows * num_experts
         if ALONE:
             channel = share * C + tl.arange(0, C)
-            # read while the kernel before still runs
-            weights = expert_weights(weight_ptr, expert, channel, channels, num_experts)
-            wait()
             total = row_products(
-                weights, tl.load(u_ptr + tile * channels + channel, mask=channel < channels, other=0.0)
-            )
+                u_ptr, weight_ptr, tile, expert, channel, channels, num_experts, counter_ptr, 0, False
+            )  # fmt: skip
             tl.store(place + tile * num_experts + expert, total, mask=expert < num_experts)
         else:
             row_P, first = tile * P + tl.arange(0, P), share * span
