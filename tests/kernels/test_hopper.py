@@ -22,6 +22,7 @@ EXPECTED = {
     "_attend_wide",
     "_block_scores",
     "_down",
+    "_down_all",
     "_draw_rows",
     "_gate",
     "_grouped_linear",

@@ -23,7 +23,7 @@ from cedar.kernels.pages import Split
 from cedar.kernels.triton.advance_wide import MOST_BEHIND, Entering, run_routed, run_split, run_wide
 from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
-from cedar.kernels.triton.feed import activated, down
+from cedar.kernels.triton.feed import activated, down_all
 from cedar.kernels.triton.few_rows import operand
 from cedar.kernels.triton.gates import add_round
 from cedar.kernels.triton.many_experts import MOST_EXPERTS
@@ -63,11 +63,11 @@ FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed",
 # a thread holds the coefficients' weights of its channels
 _NARROW, _FEW_ROWS = 256, 64
 # rows that take what reads them along, and experts whose weights are all read ahead, in blocks of outputs
-_MOST_FED, _FEW_EXPERTS, _INNER = 4, 16, 32
+_MOST_FED, _FEW_EXPERTS, _INNER = 4, 8, 32
 # wide streams whose rows are taken by tiles and shares of the channels
 _FEW_WIDE_ROWS = 128
-# rows whose mixes a program makes, where there are many
-_MIXED = 32
+# sums of 24 products from which a program makes mixes
+_MIXED = 64
 
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
@@ -87,7 +87,8 @@ def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
     if op == "advance_routed" and channels > _NARROW and num_experts > MAX_EXPERTS:
         return fitting and num_rows <= MOST_BEHIND and num_experts <= MOST_EXPERTS
     if op == "advance_fed":
-        fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS and others[1].shape[1] % 32 == 0
+        fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS
+        fitting = fitting and others[1].shape[1] % 32 == 0 and others[1].shape[1] <= _NARROW
     return fitting and channels <= _NARROW and num_rows <= _FEW_ROWS and num_experts <= MAX_EXPERTS
 
 
@@ -301,7 +302,8 @@ def _tile_products(
     """P rows' products over a share of their channels with both parts of the weights."""
     follow()
     share, shares = tl.program_id(1), tl.num_programs(1)
-    row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    # the last rows first: they are still in the cache
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * P + tl.arange(0, P)
     known, output = row < num_rows, tl.arange(0, 64)
     total = tl.zeros([P, 64], tl.float32)
     first = share * span
@@ -321,16 +323,16 @@ def _tile_products(
 @triton.jit
 def _mix_rows(
     partial_ptr, scale_ptr, base_ptr, next_premix_ptr, next_post_ptr, next_mixing_ptr, num_rows, channels, shares,
-    eps, rms_eps, ITERATIONS: tl.constexpr, R: tl.constexpr,
+    eps, rms_eps, ITERATIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     announce()
     row, output = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, 32)[None, :]
-    known = row < num_rows
-    total = tl.zeros([R, 32], tl.float32)
+    known, share = row < num_rows, tl.arange(0, S)
     terms = logit_terms(output, scale_ptr, base_ptr)
     wait()
-    for share in range(shares):
-        total += tl.load(partial_ptr + (row * shares + share)[:, None] * 32 + output, mask=known[:, None], other=0.0)
+    place = (row[:, None] * shares + share[None, :])[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    there = (known[:, None] & (share < shares)[None, :])[:, :, None]
+    total = tl.sum(tl.load(partial_ptr + place, mask=there, other=0.0), axis=1)
     square = tl.sum(tl.where(output == SQUARE, total, 0.0), axis=1)
     inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
     logit = total * inverse[:, None] * terms[0] + terms[1]
@@ -424,7 +426,7 @@ def advance_fed(
     entered, ids_TK, _, inner_TPI = _run_routed(
         y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, weights, limit
     )
-    return entered, down(inner_TPI, ids_TK, weights.w2_EDI.contiguous(), weights.shared2_DI.contiguous())
+    return entered, down_all(inner_TPI, ids_TK, weights.w2_EDI, weights.shared2_DI)
 
 
 def _run_routed(
@@ -566,8 +568,10 @@ def _run_rows(entering: Entering) -> None:
         OPERAND=kind, P=TILING.rows, B=TILING.step, STAGES=TILING.stages, num_warps=TILING.num_warps,
         launch_pdl=AHEAD,
     )  # fmt: skip
-    _mix_rows[(triton.cdiv(num_rows, _MIXED),)](
+    padded = next_power_of_2(shares)
+    rows = max(1, _MIXED // padded)
+    _mix_rows[(triton.cdiv(num_rows, rows),)](
         partial, sublayer.scale_3, sublayer.base, *new_mixes, num_rows, channels, shares, sublayer.eps,
-        sublayer.rms_eps, ITERATIONS=sublayer.iterations, R=_MIXED, num_warps=4,
+        sublayer.rms_eps, ITERATIONS=sublayer.iterations, R=rows, S=padded, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip

@@ -21,7 +21,7 @@ __all__ = ["FORWARD_ONLY", "feed", "fits", "unavailable"]
 
 FORWARD_ONLY = ("feed",)
 _MAX_ROWS = 512
-_UP, _DOWN, _STEP = 32, 16, 256
+_UP, _DOWN, _DOWN_ALL, _STEP = 32, 16, 8, 256
 
 
 def fits(op: str, u: Tensor, w1: Tensor) -> bool:
@@ -76,15 +76,46 @@ def _down_weights(w_ptr, channel, inner, channels, num_inner):
 
 
 @triton.jit
-def _down(
-    inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner, num_places,
-    BY_EXPERT: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+def _down_all(
+    inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner,
+    E: tl.constexpr, K: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The inner channels lie by slot or by expert, the shared expert's behind them."""
+    """`_down` with every expert's weights read before it is known who is chosen; inner channels lie by expert."""
+    announce()
+    t, inner = tl.program_id(0).to(tl.int64), tl.arange(0, S)
+    channel = tl.program_id(1) * B + tl.arange(0, B)
+    # two inner channels a thread, as it holds the rows: nothing is moved between threads
+    place = tl.max_contiguous(channel[:, None] * num_inner + inner[None, :], [1, 2])
+    there, inside = (channel < channels)[:, None] & (inner < num_inner)[None, :], inner < num_inner
+    weights = ()
+    for expert in tl.static_range(E):
+        w = tl.load(w2_ptr + expert * channels * num_inner + place, mask=there, other=0.0)
+        weights = weights + (w,)  # type: ignore[assignment]
+    shared = tl.load(shared2_ptr + place, mask=there, other=0.0)
+    wait()
+    inner_ptr += t * (E + 1) * num_inner + inner
+    x = tl.load(inner_ptr + E * num_inner, mask=inside, other=0.0).to(tl.float32)
+    product = shared.to(tl.float32) * x[None, :]
+    for expert in tl.static_range(E):
+        chosen = tl.load(ids_ptr + t * K) == expert
+        for slot in tl.static_range(1, K):
+            chosen = chosen | (tl.load(ids_ptr + t * K + slot) == expert)
+        # an expert that is not chosen may have left anything
+        x = tl.load(inner_ptr + expert * num_inner, mask=inside, other=0.0).to(tl.float32)
+        product += tl.where(chosen, weights[expert].to(tl.float32) * x[None, :], 0.0)
+    total = tl.sum(product, axis=1)
+    tl.store(y_ptr + t * channels + channel, total.to(y_ptr.dtype.element_ty), mask=channel < channels)
+
+
+@triton.jit
+def _down(
+    inner_ptr, ids_ptr, w2_ptr, shared2_ptr, y_ptr, channels, num_inner,
+    K: tl.constexpr, ONE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
     announce()
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * B + tl.arange(0, B)
-    inner_ptr += t * num_places * num_inner
+    inner_ptr += t * (K + 1) * num_inner
     product = tl.zeros([B, S], tl.float32)
     if ONE:
         # whatever is chosen, the shared expert runs: its weight is read while the kernel before still does
@@ -93,24 +124,20 @@ def _down(
         wait()
         # unrolled, so that no expert waits for another's weights
         for slot in tl.static_range(K):
-            expert = tl.load(ids_ptr + t * K + slot)
-            place = expert if BY_EXPERT else slot
-            x = tl.load(inner_ptr + place * num_inner + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
-            w = _down_weights(w2_ptr + expert * channels * num_inner, channel, inner, channels, num_inner)
-            product += w * x[None, :]
-        x = tl.load(inner_ptr + (num_places - 1) * num_inner + inner, mask=inner < num_inner, other=0.0)
+            w2 = w2_ptr + tl.load(ids_ptr + t * K + slot) * channels * num_inner
+            x = tl.load(inner_ptr + slot * num_inner + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
+            product += _down_weights(w2, channel, inner, channels, num_inner) * x[None, :]
+        x = tl.load(inner_ptr + K * num_inner + inner, mask=inner < num_inner, other=0.0)
         product += shared * x.to(tl.float32)[None, :]
     else:
         wait()
         for slot in range(K + 1):
-            down_ptr, x_ptr = shared2_ptr, inner_ptr + (num_places - 1) * num_inner
+            down_ptr = shared2_ptr
             if slot < K:
-                expert = tl.load(ids_ptr + t * K + slot)
-                down_ptr = w2_ptr + expert * channels * num_inner
-                x_ptr = inner_ptr + (expert if BY_EXPERT else slot) * num_inner
+                down_ptr = w2_ptr + tl.load(ids_ptr + t * K + slot) * channels * num_inner
             for start in range(0, num_inner, S):
                 inner = start + tl.arange(0, S)
-                x = tl.load(x_ptr + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
+                x = tl.load(inner_ptr + slot * num_inner + inner, mask=inner < num_inner, other=0.0).to(tl.float32)
                 product += _down_weights(down_ptr, channel, inner, channels, num_inner) * x[None, :]
     total = tl.sum(product, axis=1)
     tl.store(y_ptr + t * channels + channel, total.to(y_ptr.dtype.element_ty), mask=channel < channels)
@@ -141,29 +168,22 @@ def feed(u_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights, lim
         num_warps=8,
         launch_pdl=AHEAD,
     )
-    return down(inner, ids_TK, w2, s2)
-
-
-def down(inner_TPI: Tensor, ids_TK: Tensor, w2_EDI: Tensor, shared2_DI: Tensor) -> Tensor:
-    """Sum of the chosen experts' and the shared expert's outputs; P places are slots or experts, and the shared one."""
-    (num_rows, num_places, num_inner), channels, k = inner_TPI.shape, w2_EDI.shape[1], ids_TK.shape[1]
-    step = min(_STEP, max(32, next_power_of_2(num_inner)))
-    y_TD = torch.empty(num_rows, channels, device=inner_TPI.device, dtype=inner_TPI.dtype)
+    y_TD, step = torch.empty_like(u_TD), min(_STEP, max(32, next_power_of_2(num_inner)))
     _down[(num_rows, triton.cdiv(channels, _DOWN))](
-        inner_TPI,
-        ids_TK,
-        w2_EDI,
-        shared2_DI,
-        y_TD,
-        channels,
-        num_inner,
-        num_places,
-        BY_EXPERT=num_places != k + 1,
-        K=k,
-        ONE=num_inner <= step,
-        B=_DOWN,
-        S=step,
-        num_warps=4,
+        inner, ids_TK, w2, s2, y_TD, channels, num_inner,
+        K=k, ONE=num_inner <= step, B=_DOWN, S=step, num_warps=4,
         launch_pdl=AHEAD,
-    )
+    )  # fmt: skip
+    return y_TD
+
+
+def down_all(inner_TPI: Tensor, ids_TK: Tensor, w2_EDI: Tensor, shared2_DI: Tensor) -> Tensor:
+    """Sum of the chosen experts' and the shared expert's outputs; P places are all experts, the shared one behind."""
+    (num_rows, num_places, num_inner), channels = inner_TPI.shape, w2_EDI.shape[1]
+    y_TD = torch.empty(num_rows, channels, device=inner_TPI.device, dtype=inner_TPI.dtype)
+    _down_all[(num_rows, triton.cdiv(channels, _DOWN_ALL))](
+        inner_TPI, ids_TK, w2_EDI.contiguous(), shared2_DI.contiguous(), y_TD, channels, num_inner,
+        E=num_places - 1, K=ids_TK.shape[1], B=_DOWN_ALL, S=max(32, next_power_of_2(num_inner)), num_warps=4,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
     return y_TD

@@ -37,13 +37,20 @@ def ceil_power_of_two(x):
 
 
 @triton.jit
+def inverse_power_of_two(x):
+    """1 / x, exactly, without the division's cost; of infinity something infinite."""
+    return ((254 << 23) - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_groups(x, KIND: tl.constexpr):
     """Groups along the last axis, float32 [groups, channels], as they read back; NaN spreads over its group."""
-    amax = tl.max(tl.abs(x), axis=1)
-    broken = tl.max((x != x).to(tl.int32), axis=1) > 0
+    # by their bits NaN are larger than all else: one maximum finds both
+    peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    amax, broken = peak.to(tl.float32, bitcast=True), peak > 0x7F800000
     if KIND == 0:
         scale = ceil_power_of_two(tl.maximum(amax, 1e-4) * (1.0 / 448.0))[:, None]
-        y = round_to_grid(tl.div_rn(x, scale), (127 - 6) << 23, 1.5 * 2**20) * scale
+        y = round_to_grid(x * inverse_power_of_two(scale), (127 - 6) << 23, 1.5 * 2**20) * scale
     elif KIND == 1:
         amax = tl.minimum(tl.maximum(amax, 6.0 * 2.0**-9), 6.0 * 448.0)
         scale = round_to_grid(tl.div_rn(amax, 6.0), (127 - 6) << 23, 1.5 * 2**20)[:, None]
@@ -51,7 +58,7 @@ def round_groups(x, KIND: tl.constexpr):
         y = round_to_grid(quotient, 127 << 23, 1.5 * 2**22) * scale
     else:
         scale = ceil_power_of_two(tl.maximum(amax, 6.0 * 2.0**-126) * (1.0 / 6.0))[:, None]
-        y = round_to_grid(tl.div_rn(x, scale), 127 << 23, 1.5 * 2**22) * scale
+        y = round_to_grid(x * inverse_power_of_two(scale), 127 << 23, 1.5 * 2**22) * scale
     return tl.where(broken[:, None], float("nan"), y)
 
 
