@@ -32,6 +32,7 @@ EXPECTED = {
     "_memory",
     "_mix_rows",
     "_norm_round",
+    "_one_row",
     "_packed_linear",
     "_plan",
     "_pool_pairs",
