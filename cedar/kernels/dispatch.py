@@ -47,6 +47,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "locate": {"reference": "pages", "triton": "locate"},
     "split_latent": {"reference": "pages", "triton": "pages"},
     "split_projected": {"reference": "pages", "triton": "pages"},
+    "advance_split": {"reference": "pages", "triton": "advance"},
     "store_normed": {"reference": "pages", "triton": "pages"},
     "load_rows": {"reference": "pages"},
     "pool_groups": {"reference": "compress"},

@@ -85,6 +85,7 @@ def advance(
     premix_TN: Tensor,
     sublayer: Sublayer,
     spec: FormatSpec | None,
+    more_TD: Tensor | None = None,
 ) -> Entered:
     """From one sublayer's output to the next one's input, the streams read once: `expand`, `mix_coefficients`,
     `collapse`, norm and rounding. No gradient.
@@ -94,10 +95,11 @@ def advance(
         post_TN: The last sublayer's, as `mixing_TNN`; None without `y_TD`.
         premix_TN: The last sublayer's: it collapses the new streams.
         spec: What the input is rounded to; None rounds nothing.
+        more_TD: The output's other half: it is `dense.add_round(y_TD, more_TD)`. None if y is all of it.
     """
     check.shape("advance", "premix", premix_TN, *streams_TND.shape[:2])
     run = select("advance", streams_TND, premix_TN)
-    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+    return run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, more_TD)
 
 
 def advance_projected(

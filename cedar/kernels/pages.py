@@ -16,6 +16,7 @@ from torch import Tensor
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import check
 from cedar.kernels.dispatch import select
+from cedar.kernels.mhc import Entered, Sublayer
 
 
 class Stored(NamedTuple):
@@ -177,6 +178,44 @@ def split_projected(
     run = select("split_projected", latent_TX, weight_OQ)
     query = latent_TX, query_gain_Q, query_eps, query_spec
     return run(*query, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T, weight_OQ)
+
+
+class Split(NamedTuple):
+    """What `split_latent` needs beside its rows."""
+
+    query_gain_Q: Tensor
+    query_eps: float
+    query_spec: FormatSpec | None
+    gain_C: Tensor
+    eps: float
+    cos_TR: Tensor
+    sin_TR: Tensor
+    stored: Stored
+    page_T: Tensor
+    row_T: Tensor
+    present_T: Tensor
+
+
+def advance_split(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    more_TD: Tensor | None,
+    codes_XD: Tensor,
+    scales: Tensor,
+    split: Split,
+) -> tuple[Entered, Tensor]:
+    """`mhc.advance`, `dense.packed_linear` of its rounded input, and `split_latent`: (entered, [T, Q]). No gradient."""
+    outputs = split.query_gain_Q.shape[0] + split.stored.channels
+    check.shape("advance_split", "codes", codes_XD, outputs, streams_TND.shape[-1])
+    check.shape("advance_split", "scales", scales, -(-outputs // 32), -(-streams_TND.shape[-1] // 32))
+    run = select("advance_split", streams_TND, codes_XD)
+    streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
+    return run(*streams, sublayer, spec, more_TD, codes_XD, scales, split)
 
 
 def load_rows(stored: Stored, page: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,9 +33,9 @@ from cedar.kernels.dense import (
     swiglu_round,
 )
 from cedar.kernels.engram import engram_gate, look_back
-from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, packed_experts, route
-from cedar.kernels.mhc import Entered, Sublayer, advance, advance_projected, expand
-from cedar.kernels.pages import Paged, Stored, locate, split_latent, split_projected, store_normed
+from cedar.kernels.experts import Packed, Router, Tiled, Weights, advance_fed, advance_routed, packed_experts
+from cedar.kernels.mhc import Entered, Sublayer, advance_projected, expand
+from cedar.kernels.pages import Paged, Split, Stored, advance_split, locate, split_projected, store_normed
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.attention import Attention
 from cedar.model.block import Block
@@ -252,18 +252,13 @@ class DecodeStep:
             pad_token_id=config.engram.pad_token_id,
         )
 
-    def query(
-        self, layer: int, latent_TX: Tensor, attention: Attention, spec: FormatSpec | None, weight_OQ: Tensor | Tiles
-    ) -> Tensor:
-        """Keep the window keys that lie behind the query latents; returns a linear of these, normed and rounded."""
-        query_norm, norm = attention.q_norm, attention.kv_norm
-        window, rotation = self.slots.windows[layer], self._rotations[attention.plan.ratio]
+    def split(self, layer: int, attention: Attention, spec: FormatSpec | None) -> Split:
+        """What becomes of a layer's latents: queries' are normed and rounded, window keys are kept."""
+        query, key = attention.q_norm, attention.kv_norm
         places = self._slot_T, self._at.ring_T, self._at.busy_T
-        query = latent_TX, query_norm.weight, query_norm.eps, spec
-        if isinstance(weight_OQ, Tiles):
-            latent_TQ = split_latent(*query, norm.weight, norm.eps, *rotation, window, *places)
-            return project(latent_TQ, weight_OQ)
-        return split_projected(*query, norm.weight, norm.eps, *rotation, window, *places, weight_OQ)
+        rotation = self._rotations[attention.plan.ratio]
+        norms = query.weight, query.eps, spec, key.weight, key.eps
+        return Split(*norms, *rotation, self.slots.windows[layer], *places)
 
     def pool_pairs(self, layer: int, fresh_TX: Tensor, dtype: torch.dtype) -> Tensor:
         """Each row pooled with the row before it; one of an even position completes no pair, and nobody keeps it."""
@@ -377,30 +372,30 @@ class SlotDecoder:
             compressed_TL = step.look_back(ids_T, model.token_map.compressed_V)
             memories = [layer.block.engram for layer in self._layers if layer.block.plan.engram]
             recall = Recall(memories, compressed_TL, model.dtype, self._spec)
-        y_TD = post_TN = mixing_TNN = None
+        y = post_TN = mixing_TNN = None
         shared = SharedKV()
         taps: list[Tensor] = []
         for layer in self._layers:
             block = layer.block
             tapped = self._draft is not None and block.plan.layer in model.config.draft.target_layer_ids
             if recall is not None and block.plan.engram:
-                if y_TD is not None and post_TN is not None and mixing_TNN is not None:
-                    streams_TND, y_TD = expand(y_TD, streams_TND, post_TN, mixing_TNN), None
+                if y is not None and post_TN is not None and mixing_TNN is not None:
+                    streams_TND, y = expand(y.whole(), streams_TND, post_TN, mixing_TNN), None
                 if tapped:
                     taps.append(tap_of(streams_TND))
                 streams_TND = self._remember(block.engram, streams_TND, recall, image_T)
-            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-            entered, latent_TX = layer.enter(*streams, self._spec)
+            streams = y, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, query_TX = layer.enter(step, *streams, self._spec)
             if tapped and not block.plan.engram:
                 taps.append(tap_of(entered.streams_TND))
-            y_TD, shared = layer.attend(step, entered, latent_TX, shared, self._spec)
-            y_TD, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
+            y_TD, shared = layer.attend(step, entered, query_TX, shared, self._spec)
+            y, entered = layer.run_experts(y_TD, entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
         if self._draft is not None:
             step.write_context(self._draft, torch.cat(taps, dim=-1))
-        assert y_TD is not None and post_TN is not None and mixing_TNN is not None
-        return model._head(expand(y_TD, streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
+        assert y is not None and post_TN is not None and mixing_TNN is not None
+        return model._head(expand(y.whole(), streams_TND, post_TN, mixing_TNN), premix_TN, model.rounding)
 
     def _remember(self, engram: Engram, streams_TND: Tensor, recall: Recall, dead_T: Tensor) -> Tensor:
         if engram.embed.codes is None:
@@ -410,6 +405,16 @@ class SlotDecoder:
         keys = engram.num_streams * engram.hidden
         key_TND = kv_TX[:, :keys].unflatten(-1, (engram.num_streams, engram.hidden))
         return engram_gate(streams_TND, key_TND, kv_TX[:, keys:], dead_T, engram.q_weight, engram.k_weight, engram.eps)
+
+
+class Output(NamedTuple):
+    """What a sublayer gives the streams: the sum of two halves that the next one adds as it reads, or one tensor."""
+
+    y_TD: Tensor
+    more_TD: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        return self.y_TD if self.more_TD is None else add_round(self.y_TD, self.more_TD)
 
 
 class PackedFeed(NamedTuple):
@@ -471,26 +476,31 @@ class DecodeLayer:
 
     def enter(
         self,
-        y_TD: Tensor | None,
+        step: DecodeStep,
+        y: Output | None,
         streams_TND: Tensor,
         post_TN: Tensor | None,
         mixing_TNN: Tensor | None,
         premix_TN: Tensor,
         spec: FormatSpec | None,
     ) -> tuple[Entered, Tensor]:
-        """From the last layer's output to what attention reads: (that, latents of queries and window key)."""
-        streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-        if not isinstance(self.latent, Tiles):
-            return advance_projected(*streams, self.attention, spec, self.latent)
-        entered = advance(*streams, self.attention, spec)
-        return entered, project(entered.rounded_TD, self.latent)
+        """From the last layer's output to what entered attention, and the queries; the window keys are kept."""
+        split = step.split(self.block.plan.layer, self.block.attn, spec)
+        streams = streams_TND, post_TN, mixing_TNN, premix_TN
+        if isinstance(self.latent, Tiles):
+            y_TD, more_TD = (None, None) if y is None else y
+            entered, latent_TQ = advance_split(y_TD, *streams, self.attention, spec, more_TD, *self.latent, split)
+            return entered, project(latent_TQ, self.query)
+        assert isinstance(self.query, Tensor)
+        y_TD = None if y is None else y.whole()
+        entered, latent_TX = advance_projected(y_TD, *streams, self.attention, spec, self.latent)
+        return entered, split_projected(latent_TX, *split, self.query)
 
     def attend(
-        self, step: DecodeStep, entered: Entered, latent_TX: Tensor, shared: SharedKV, spec: FormatSpec | None
+        self, step: DecodeStep, entered: Entered, query_TX: Tensor, shared: SharedKV, spec: FormatSpec | None
     ) -> tuple[Tensor, SharedKV]:
         """From what entered attention to its output: (that, what the next layer shares)."""
         attention, plan = self.block.attn, self.block.plan
-        query_TX = step.query(plan.layer, latent_TX, attention, spec, self.query)
         if plan.writes_entries:
             self._write_entries(step, entered.normed_TD)
         num_queries = attention.num_heads * attention.head_dim
@@ -531,19 +541,18 @@ class DecodeLayer:
 
     def run_experts(
         self, y_TD: Tensor, entered: Entered, image_T: Tensor, spec: FormatSpec | None
-    ) -> tuple[Tensor, Entered]:
+    ) -> tuple[Output, Entered]:
         """From attention's output to the experts': (that, how the streams entered the experts)."""
         streams = entered.streams_TND, entered.post_TN, entered.mixing_TNN, entered.premix_TN
         chosen, limit = self.router, self.block.ffn.experts.limit
         if isinstance(self.feed, PackedFeed):
-            entered = advance(y_TD, *streams, self.experts, spec)
+            entered, ids_TK, weights_TK = advance_routed(y_TD, *streams, self.experts, spec, chosen, image_T)
             u_TD, packed = entered.rounded_TD, self.feed
             shared = aside(lambda: packed.run_shared(u_TD, limit, spec), self._side)
-            ids_TK, weights_TK, _ = route(entered.normed_TD, image_T, *chosen)
             routed_TD = packed.run_routed(u_TD, ids_TK, weights_TK, limit, spec)
-            return add_round(routed_TD, shared()), entered
+            return Output(routed_TD, shared()), entered
         entered, y_TD = advance_fed(y_TD, *streams, self.experts, spec, chosen, image_T, self.feed, limit=limit)
-        return y_TD, entered
+        return Output(y_TD), entered
 
 
 def _sublayer(connection: HyperConnection, norm: RMSNorm) -> Sublayer:

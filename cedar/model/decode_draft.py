@@ -68,20 +68,19 @@ class SlotDraft:
         step = DecodeStep(slots, target.rope, slot_T, position_AG.flatten(), context=0)
         streams_TND, premix_TN = target.enter_streams(ids_AG.flatten())
         image_T = torch.zeros_like(slot_T, dtype=torch.bool)
-        y_TD = post_TN = mixing_TNN = None
+        y = post_TN = mixing_TNN = None
         for layer in self._layers:
             attention = layer.block.attn
             number, sink_H = layer.block.plan.layer, attention.attn_sink
-            streams = y_TD, streams_TND, post_TN, mixing_TNN, premix_TN
-            entered, latent_TX = layer.enter(*streams, self._spec)
-            query_TX = step.query(number, latent_TX, attention, self._spec, layer.query)
+            streams = y, streams_TND, post_TN, mixing_TNN, premix_TN
+            entered, query_TX = layer.enter(step, *streams, self._spec)
             query_THC = query_TX.unflatten(-1, (attention.num_heads, attention.head_dim))
             output_THC = step.attend_block(number, query_THC, last_T, num_tokens, sink_H)
-            y_TD, entered = layer.run_experts(layer.join_heads(output_THC, self._spec), entered, image_T, self._spec)
+            y, entered = layer.run_experts(layer.join_heads(output_THC, self._spec), entered, image_T, self._spec)
             streams_TND, premix_TN = entered.streams_TND, entered.premix_TN
             post_TN, mixing_TNN = entered.post_TN, entered.mixing_TNN
-        assert y_TD is not None and post_TN is not None and mixing_TNN is not None
-        streams_TND = expand(y_TD, streams_TND, post_TN, mixing_TNN)
+        assert y is not None and post_TN is not None and mixing_TNN is not None
+        streams_TND = expand(y.whole(), streams_TND, post_TN, mixing_TNN)
         proposal = draft.finish(streams_TND, premix_TN, num_tokens, target.rounding)
         if not params:
             ids_AG, _, confidence_AG = draft.greedy(anchor_A, proposal, target.rounding)

@@ -150,7 +150,7 @@ class Language:
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
         return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -2, dtype=dtype))
 
-    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0) -> Value:
+    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
         offset, there = torch.broadcast_tensors(pointer.offset, torch.tensor(True) if mask is None else mask.data)
         # what is masked is not touched
         found = pointer.elements()[offset.where(there, 0)]
@@ -160,6 +160,14 @@ class Language:
         assert value.data.is_floating_point() == pointer.dtype.is_floating_point
         offset, data, there = torch.broadcast_tensors(pointer.offset, value.data.to(pointer.dtype), mask.data)
         pointer.elements()[offset[there]] = data[there]
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> int:
+        found = int(pointer.elements()[pointer.offset])
+        pointer.elements()[pointer.offset] = found + value
+        return found
+
+    def atomic_xchg(self, pointer: Pointer, value: int, sem: str) -> None:
+        pointer.elements()[pointer.offset] = value
 
     def arange(self, start: int, stop: int, layout: None) -> Value:
         return Value(torch.arange(start, stop))

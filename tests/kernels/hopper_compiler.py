@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8
 from cedar.kernels.experts import Packed, Router, Weights, retile
 from cedar.kernels.mhc import Sublayer
-from cedar.kernels.pages import Paged, Stored
+from cedar.kernels.pages import Paged, Split, Stored
 
 TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -50,6 +50,9 @@ def _run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywor
             attributes[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, bool):
             signature[parameter.name] = "i1"
+        elif isinstance(value, int) and value == 1 and parameter.name not in (kernel.do_not_specialize or ()):
+            # as a launch does
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, int):
             signature[parameter.name] = "i32"
             if value % 16 == 0:
@@ -221,6 +224,16 @@ def call_all(size: dict[str, int]) -> None:
         coefficients = sublayer._replace(fn=torch.zeros(24, 4 * wide), gain_D=torch.zeros(wide, **half))
         advance.advance(torch.zeros(many, wide, **half), *several, several[1], coefficients, FP8)
         advance.advance(None, several[0], None, None, several[1], coefficients, FP8)
+        if many == rows and wide > 256:
+            y, router = torch.zeros(many, wide), Router(torch.zeros(384, wide, **half), *torch.zeros(2, 384), 6, 1.5)
+            advance.advance(y, *several, several[1], coefficients, FP8, y.bfloat16())
+            advance.advance_routed(y.bfloat16(), *several, several[1], coefficients, FP8, router, present)
+            outputs = size["latent"] + channels
+            sizes = (outputs, wide), (outputs // 32, wide // 32)
+            stored = tuple(torch.zeros(shape, dtype=torch.uint8) for shape in sizes)
+            both = *stored, Split(*gains, cos, cos, ring, row, row, present)
+            advance.advance_split(y, *several, several[1], coefficients, FP8, y.bfloat16(), *both)
+            advance.advance_split(None, several[0], None, None, several[1], coefficients, FP8, None, *both)
     ids_L, column = torch.zeros(rows, 4, dtype=torch.int64), torch.ones(24, dtype=torch.int64)
     codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.zeros(64, 1, dtype=torch.uint8)
     engram.engram_memory(ids_L, ids_L[0], column, column, codes, scales, torch.bfloat16, FP8)

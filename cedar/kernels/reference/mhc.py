@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import mhc as ops
-from cedar.kernels.dense import grouped_linear, rms_norm
+from cedar.kernels.dense import add_round, grouped_linear, rms_norm
 from cedar.kernels.quantize import round_rows
 
 
@@ -55,7 +55,10 @@ def advance(
     premix_TN: Tensor,
     sublayer: ops.Sublayer,
     spec: FormatSpec | None,
+    more_TD: Tensor | None = None,
 ) -> ops.Entered:
+    if y_TD is not None and more_TD is not None:
+        y_TD = add_round(y_TD, more_TD)
     if y_TD is not None and post_TN is not None and mixing_TNN is not None:
         streams_TND = ops.expand(y_TD, streams_TND, post_TN, mixing_TNN)
     mixes = ops.mix_coefficients(

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from cedar.formats.spec import FormatSpec
 from cedar.kernels import pages as ops
-from cedar.kernels.dense import grouped_linear, norm_round, rms_norm, rotate
+from cedar.kernels.dense import grouped_linear, norm_round, packed_linear, rms_norm, rotate
+from cedar.kernels.mhc import Entered, Sublayer, advance
 from cedar.kernels.pages import Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 
@@ -76,6 +77,23 @@ def split_projected(
     query = latent_TX, query_gain_Q, query_eps, query_spec
     query_TQ = ops.split_latent(*query, gain_C, eps, cos_TR, sin_TR, stored, page_T, row_T, present_T)
     return grouped_linear(query_TQ.unsqueeze(1), weight_OQ.unsqueeze(0), None).squeeze(1)
+
+
+def advance_split(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    more_TD: Tensor | None,
+    codes_XD: Tensor,
+    scales: Tensor,
+    split: ops.Split,
+) -> tuple[Entered, Tensor]:
+    entered = advance(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, more_TD)
+    return entered, ops.split_latent(packed_linear(entered.rounded_TD, codes_XD, scales, None), *split)
 
 
 def locate(

@@ -1,9 +1,8 @@
 """From one sublayer's output to the next one's input with the streams read once.
 
 Few rows of narrow streams: some programs a row, each of which reads its part of the weights before the kernel before
-has ended. Few rows of wide ones: a program takes a tile of rows and a share of the channels, and a second kernel adds
-the shares' sums in a fixed order. Many rows: a program makes a row's streams and input, which nothing has to be read
-twice for; what the mixes need is a product of tiles behind it, which reads the streams once more.
+has ended. Few rows of wide ones: `advance_wide`. Many rows: a program makes a row's streams and input, which nothing
+has to be read twice for; what the mixes need is a product of tiles behind it, which reads the streams once more.
 
 T rows, N streams, D channels of a stream, P and R rows of a tile, B channels of a step, S shares.
 """
@@ -20,12 +19,15 @@ from torch import Tensor
 from cedar.formats.spec import FP8, FormatSpec
 from cedar.kernels.experts import Router, Weights
 from cedar.kernels.mhc import Entered, Sublayer
+from cedar.kernels.pages import Split
+from cedar.kernels.triton.advance_wide import MOST_BEHIND, Entering, run_routed, run_split, run_wide
 from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
-from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
+from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.feed import activated, down_all
 from cedar.kernels.triton.few_rows import operand
+from cedar.kernels.triton.gates import add_round
+from cedar.kernels.triton.many_experts import MOST_EXPERTS
 from cedar.kernels.triton.mixes import balance, logit_terms, store_gates, store_logits
-from cedar.kernels.triton.quantize import round_groups
 from cedar.kernels.triton.route import (
     MAX_EXPERTS,
     choose_experts,
@@ -34,119 +36,60 @@ from cedar.kernels.triton.route import (
     router_weights,
     weigh_experts,
 )
+from cedar.kernels.triton.streams import (
+    SQUARE,
+    collapse,
+    four,
+    mixed,
+    new_streams,
+    old_mixes,
+    read_streams,
+    rounded_input,
+    store_streams,
+)
 
-__all__ = ["FORWARD_ONLY", "advance", "advance_fed", "advance_projected", "advance_routed", "fits", "unavailable"]
+__all__ = [
+    "FORWARD_ONLY",
+    "advance",
+    "advance_fed",
+    "advance_projected",
+    "advance_routed",
+    "advance_split",
+    "fits",
+    "unavailable",
+]
 
-FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed")
+FORWARD_ONLY = ("advance", "advance_projected", "advance_routed", "advance_fed", "advance_split")
 # a thread holds the coefficients' weights of its channels
 _NARROW, _FEW_ROWS = 256, 64
 # rows that take what reads them along, and experts whose weights are all read ahead, in blocks of outputs
 _MOST_FED, _FEW_EXPERTS, _INNER = 4, 8, 32
-# columns of a row's partial sums: 24 products, then the squares of the streams and of the input
-_SQUARE, _INPUT_SQUARE = tl.constexpr(24), tl.constexpr(25)
-_COMPILED = tl.constexpr(not INTERPRETED)
-# rows of a tile, for few rows of wide streams
-_ROWS, _FEW_WIDE_ROWS = 16, 128
+# wide streams whose rows are taken by tiles and shares of the channels
+_FEW_WIDE_ROWS = 128
 # sums of 24 products from which a program makes mixes
 _MIXED = 64
-# channels that a program norms
-_SLICE = 1024
 
 
 def fits(op: str, streams: Tensor, *others: Tensor) -> bool:
     """Four streams of whole groups of 32. Routed at once: 64 rows of up to 256 channels; with a linear or the experts
-    behind it: 4 rows, for which every expert's weights are read.
+    behind it: 4 rows, for which every expert's weights are read. Wider ones with routing or a stored linear: 2 rows.
     """
     num_rows, num_streams, channels = streams.shape
-    fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0 and is_half_or_float(streams, *others)
+    fitting = num_rows > 0 and num_streams == 4 and channels % 32 == 0
+    fitting = fitting and is_half_or_float(streams) and (op == "advance_split" or is_half_or_float(*others))
     if op == "advance":
         return fitting
     if op == "advance_projected":
         return fitting and channels <= _NARROW and num_rows <= _MOST_FED and streams.dtype == others[0].dtype
     num_experts = others[0].shape[0]
+    if op == "advance_split":
+        return fitting and channels > _NARROW and num_rows <= MOST_BEHIND
+    if op == "advance_routed" and channels > _NARROW and num_experts > MAX_EXPERTS:
+        return fitting and num_rows <= MOST_BEHIND and num_experts <= MOST_EXPERTS
     if op == "advance_fed":
         fitting = fitting and num_rows <= _MOST_FED and num_experts <= _FEW_EXPERTS
         fitting = fitting and others[1].shape[1] % 32 == 0 and others[1].shape[1] <= _NARROW
     return fitting and channels <= _NARROW and num_rows <= _FEW_ROWS and num_experts <= MAX_EXPERTS
-
-
-@triton.jit
-def _four(place, known):
-    return (
-        tl.load(place, mask=known, other=0.0),
-        tl.load(place + 1, mask=known, other=0.0),
-        tl.load(place + 2, mask=known, other=0.0),
-        tl.load(place + 3, mask=known, other=0.0),
-    )
-
-
-@triton.jit
-def _old_mixes(post_ptr, mixing_ptr, row, known, FRESH: tl.constexpr):
-    """Post and mixing by source, four each, where there is a sublayer's output to mix in."""
-    if FRESH:
-        mixing = mixing_ptr + row * 16
-        return (
-            _four(post_ptr + row * 4, known), _four(mixing, known), _four(mixing + 4, known),
-            _four(mixing + 8, known), _four(mixing + 12, known),
-        )  # fmt: skip
-    else:
-        # nobody reads it
-        return known
-
-
-@triton.jit
-def _read(y_ptr, x_ptr, row, channel, inside, channels, FRESH: tl.constexpr):
-    """Some channels of some rows: the four old streams, then the sublayer's output if there is one to mix in."""
-    place = x_ptr + row * 4 * channels + channel
-    x0 = tl.load(place, mask=inside, other=0.0)
-    x1 = tl.load(place + channels, mask=inside, other=0.0)
-    x2 = tl.load(place + 2 * channels, mask=inside, other=0.0)
-    x3 = tl.load(place + 3 * channels, mask=inside, other=0.0)
-    return x0, x1, x2, x3, tl.load(y_ptr + row * channels + channel, mask=inside, other=0.0) if FRESH else x0
-
-
-@triton.jit
-def _mixed(old, mixes, dtype: tl.constexpr, FRESH: tl.constexpr):
-    """The four new streams, as `dtype` holds them."""
-    if FRESH:
-        post, m0, m1, m2, m3 = mixes
-        x0, x1, x2, x3 = old[0].to(tl.float32), old[1].to(tl.float32), old[2].to(tl.float32), old[3].to(tl.float32)
-        y = old[4].to(tl.float32)
-        return (
-            (post[0] * y + m0[0] * x0 + m1[0] * x1 + m2[0] * x2 + m3[0] * x3).to(dtype),
-            (post[1] * y + m0[1] * x0 + m1[1] * x1 + m2[1] * x2 + m3[1] * x3).to(dtype),
-            (post[2] * y + m0[2] * x0 + m1[2] * x1 + m2[2] * x2 + m3[2] * x3).to(dtype),
-            (post[3] * y + m0[3] * x0 + m1[3] * x1 + m2[3] * x2 + m3[3] * x3).to(dtype),
-        )
-    else:
-        return old[0], old[1], old[2], old[3]
-
-
-@triton.jit
-def _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype: tl.constexpr, FRESH: tl.constexpr):
-    return _mixed(_read(y_ptr, x_ptr, row, channel, inside, channels, FRESH), mixes, dtype, FRESH)
-
-
-@triton.jit
-def _store_streams(out_ptr, streams, row, channel, inside, channels):
-    place = out_ptr + row * 4 * channels + channel
-    for j in tl.static_range(4):
-        tl.store(place + j * channels, streams[j], mask=inside)
-
-
-@triton.jit
-def _collapse(streams, premix):
-    """The new streams' sum by the last sublayer's pre-mix, as the model's dtype holds it."""
-    collapsed = premix[0] * streams[0].to(tl.float32) + premix[1] * streams[1].to(tl.float32)
-    collapsed += premix[2] * streams[2].to(tl.float32) + premix[3] * streams[3].to(tl.float32)
-    return collapsed.to(streams[0].dtype)
-
-
-@triton.jit
-def _rounded(normed, B: tl.constexpr):
-    """In FP8 and back, 32 channels a group."""
-    grouped = tl.reshape(normed.to(tl.float32), (B // 32, 32))
-    return tl.reshape(round_groups(grouped, 0), (B,)).to(normed.dtype)
 
 
 # few rows of narrow streams
@@ -172,8 +115,8 @@ def _row_logits(
     FRESH: tl.constexpr,
 ):  # fmt: skip
     """A row's products with `weights`, made logits."""
-    mixes = _old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
-    s0, s1, s2, s3 = _streams(y_ptr, x_ptr, mixes, row, channel, channel < channels, channels, dtype, FRESH)
+    mixes = old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
+    s0, s1, s2, s3 = new_streams(y_ptr, x_ptr, mixes, row, channel, channel < channels, channels, dtype, FRESH)
     s0, s1, s2, s3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
     product = weights[0] * s0[None, :] + weights[1] * s1[None, :]
     product += weights[2] * s2[None, :] + weights[3] * s3[None, :]
@@ -189,9 +132,9 @@ def _row_input(
 ):  # fmt: skip
     """(A row's new streams, its input)."""
     inside = channel < channels
-    mixes = _old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
-    streams = _streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype, FRESH)
-    u = _collapse(streams, _four(premix_ptr + row * 4, row >= 0)).to(tl.float32)
+    mixes = old_mixes(post_ptr, mixing_ptr, row, row >= 0, FRESH)
+    streams = new_streams(y_ptr, x_ptr, mixes, row, channel, inside, channels, dtype, FRESH)
+    u = collapse(streams, four(premix_ptr + row * 4, row >= 0)).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(u * u, axis=0) / channels + norm_eps)
     return streams, (u * inverse * gain).to(dtype)
 
@@ -245,10 +188,10 @@ def _advance(
                 y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype, FRESH
             )
             if FRESH:
-                _store_streams(out_ptr, streams, row, channel, inside, channels)
+                store_streams(out_ptr, streams, row, channel, inside, channels)
             tl.store(normed_ptr + row * channels + channel, normed, mask=inside)
             if ROUNDED:
-                tl.store(rounded_ptr + row * channels + channel, _rounded(normed, B), mask=inside)
+                tl.store(rounded_ptr + row * channels + channel, rounded_input(normed, B), mask=inside)
             if E:
                 choose_experts(
                     router_products(normed.to(tl.float32), experts), bias, row, ids_ptr, weights_ptr, score_ptr,
@@ -277,7 +220,7 @@ def _advance(
             _, normed = _row_input(
                 y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, gain, row, channel, channels, norm_eps, dtype, FRESH
             )
-            u = _rounded(normed, B).to(tl.float32)[None, :] if ROUNDED else normed.to(tl.float32)[None, :]
+            u = rounded_input(normed, B).to(tl.float32)[None, :] if ROUNDED else normed.to(tl.float32)[None, :]
             y = tl.sum(gates.to(tl.float32) * u, axis=1)
             if E:
                 up = tl.sum(ups.to(tl.float32) * u, axis=1)
@@ -289,115 +232,6 @@ def _advance(
             # what an expert that is not chosen leaves there, nobody reads
             place_ = (row * (num_experts + 1) + mine) * num_inner + inner
             tl.store(inner_ptr + place_, y.to(dtype), mask=inner < num_inner)
-
-
-# other rows, few: tiles of rows, shares of channels
-
-
-@triton.jit
-def _opaque(x):
-    """x, by a step that the compiler neither repeats nor moves across a wait."""
-    if _COMPILED and x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
-    elif _COMPILED:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, is_pure=False, pack=1)
-    else:
-        return x
-
-
-@triton.jit
-def _product(stream, weight, total, low, OPERAND: tl.constexpr):
-    """Products of a tile with float32 weights; bfloat16 rows meet two parts of them, which hold 16 bits."""
-    stream, high = stream.to(OPERAND), weight.to(OPERAND)
-    total = tl.dot(stream, tl.trans(high), total, input_precision="ieee")
-    if OPERAND != tl.float32:
-        low = tl.dot(stream, tl.trans((weight - high.to(tl.float32)).to(OPERAND)), low)
-    return total, low
-
-
-@triton.jit
-def _across(four):
-    return four[0][:, None], four[1][:, None], four[2][:, None], four[3][:, None]
-
-
-@triton.jit
-def _share_streams(
-    y_ptr, x_ptr, post_ptr, mixing_ptr, premix_ptr, fn_ptr, out_ptr, normed_ptr, partial_ptr, num_rows, channels,
-    FRESH: tl.constexpr, OPERAND: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """P rows times B channels; `normed` holds the input before its norm for now."""
-    announce()
-    share, shares = tl.program_id(1), tl.num_programs(1)
-    row_P = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
-    known_P, channel = row_P < num_rows, share * B + tl.arange(0, B)
-    row, known, output = row_P[:, None], known_P[:, None], tl.arange(0, 32)
-    place, inside = channel[None, :], known & (channel < channels)[None, :]
-    # the weights are read while the kernel before still runs
-    fn_ptr += output[:, None] * (4 * channels) + channel[None, :]
-    wanted = (output < 24)[:, None] & (channel < channels)[None, :]
-    w0 = tl.load(fn_ptr, mask=wanted, other=0.0)
-    w1 = tl.load(fn_ptr + channels, mask=wanted, other=0.0)
-    w2 = tl.load(fn_ptr + 2 * channels, mask=wanted, other=0.0)
-    w3 = tl.load(fn_ptr + 3 * channels, mask=wanted, other=0.0)
-    wait()
-    # nothing may wait for the weights before the streams are on their way
-    w0, w1, w2, w3 = _opaque(w0), _opaque(w1), _opaque(w2), _opaque(w3)
-    premix = _across(_four(premix_ptr + row_P * 4, known_P))
-    if FRESH:
-        post, m0, m1, m2, m3 = _old_mixes(post_ptr, mixing_ptr, row_P, known_P, FRESH)
-        mixes = _across(post), _across(m0), _across(m1), _across(m2), _across(m3)
-    else:
-        mixes = known
-    s0, s1, s2, s3 = _streams(y_ptr, x_ptr, mixes, row, place, inside, channels, out_ptr.dtype.element_ty, FRESH)
-    # not computed once more in the layout of a product
-    s0, s1, s2, s3 = _opaque(s0), _opaque(s1), _opaque(s2), _opaque(s3)
-    if FRESH:
-        _store_streams(out_ptr, (s0, s1, s2, s3), row, place, inside, channels)
-    u = _collapse((s0, s1, s2, s3), premix)
-    tl.store(normed_ptr + row * channels + place, u, mask=inside)
-    total, low = tl.zeros([P, 32], tl.float32), tl.zeros([P, 32], tl.float32)
-    total, low = _product(s0, w0, total, low, OPERAND)
-    total, low = _product(s1, w1, total, low, OPERAND)
-    total, low = _product(s2, w2, total, low, OPERAND)
-    total, low = _product(s3, w3, total, low, OPERAND)
-    s0, s1, s2, s3 = s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
-    square, u = tl.sum(s0 * s0 + s1 * s1 + (s2 * s2 + s3 * s3), axis=1), u.to(tl.float32)
-    total = tl.where(output[None, :] == _SQUARE, square[:, None], total + low)
-    total = tl.where(output[None, :] == _INPUT_SQUARE, tl.sum(u * u, axis=1)[:, None], total)
-    tl.store(partial_ptr + (row * shares + share) * 32 + output[None, :], total, mask=known)
-
-
-@triton.jit
-def _join_shares(
-    partial_ptr, scale_ptr, base_ptr, gain_ptr, normed_ptr, rounded_ptr, next_premix_ptr, next_post_ptr,
-    next_mixing_ptr, channels, shares, eps, rms_eps, norm_eps,
-    ROUNDED: tl.constexpr, ITERATIONS: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """A row's sums over its shares: one program makes its mixes, the others norm B channels each."""
-    announce()
-    row, part, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, S)
-    place, there = partial_ptr + (row * shares + share) * 32, share < shares
-    if part == 0:
-        output = tl.arange(0, 32)
-        terms = logit_terms(output, scale_ptr, base_ptr)
-        wait()
-        total = tl.sum(tl.load(place[:, None] + output[None, :], mask=there[:, None], other=0.0), axis=0)
-        square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=0)
-        logit = total * (1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)) * terms[0] + terms[1]
-        store_logits(logit, output, row, row >= 0, next_mixing_ptr)
-        store_gates(logit, output, row, row >= 0, next_premix_ptr, next_post_ptr, eps)
-        balance(next_mixing_ptr, row, row >= 0, eps, ITERATIONS)
-    else:
-        channel = (part - 1) * B + tl.arange(0, B)
-        inside = channel < channels
-        gain = tl.load(gain_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-        wait()
-        u = tl.load(normed_ptr + row * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        square = tl.sum(tl.load(place + _INPUT_SQUARE, mask=there, other=0.0), axis=0)
-        normed = (u * (1.0 / tl.sqrt_rn(square / channels + norm_eps)) * gain).to(normed_ptr.dtype.element_ty)
-        tl.store(normed_ptr + row * channels + channel, normed, mask=inside)
-        if ROUNDED:
-            tl.store(rounded_ptr + row * channels + channel, _rounded(normed, B), mask=inside)
 
 
 # many rows: one pass a row, then products of tiles of rows
@@ -415,24 +249,24 @@ def _stream_rows(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     wait()
     if program < num_rows:
-        mixes = _old_mixes(post_ptr, mixing_ptr, program, program >= 0, FRESH)
-        premix = _four(premix_ptr + program * 4, program >= 0)
+        mixes = old_mixes(post_ptr, mixing_ptr, program, program >= 0, FRESH)
+        premix = four(premix_ptr + program * 4, program >= 0)
         inputs = ()
         square, input_square = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
         channel = tl.arange(0, B)
-        old = _read(y_ptr, x_ptr, program, channel, channel < channels, channels, FRESH)
+        old = read_streams(y_ptr, x_ptr, program, channel, channel < channels, channels, FRESH)
         for number in tl.static_range(CHUNKS):
             channel = number * B + tl.arange(0, B)
             inside = channel < channels
             ahead = old
             if number + 1 < CHUNKS:
                 # before this chunk's streams are written: the compiler cannot know that they lie elsewhere
-                ahead = _read(y_ptr, x_ptr, program, channel + B, channel + B < channels, channels, FRESH)
-            streams = _mixed(old, mixes, dtype, FRESH)
+                ahead = read_streams(y_ptr, x_ptr, program, channel + B, channel + B < channels, channels, FRESH)
+            streams = mixed(old, mixes, dtype, FRESH)
             old = ahead
             if FRESH:
-                _store_streams(out_ptr, streams, program, channel, inside, channels)
-            u = _collapse(streams, premix)
+                store_streams(out_ptr, streams, program, channel, inside, channels)
+            u = collapse(streams, premix)
             inputs = inputs + (u,)  # type: ignore[assignment]
             for j in tl.static_range(4):
                 square += streams[j].to(tl.float32) * streams[j].to(tl.float32)
@@ -446,7 +280,7 @@ def _stream_rows(
             normed = (inputs[number].to(tl.float32) * inverse * gain).to(dtype)
             tl.store(normed_ptr + program * channels + channel, normed, mask=inside)
             if ROUNDED:
-                tl.store(rounded_ptr + program * channels + channel, _rounded(normed, B), mask=inside)
+                tl.store(rounded_ptr + program * channels + channel, rounded_input(normed, B), mask=inside)
     else:
         # rows 24..31 of the parts are zero
         output, width = program - num_rows, 4 * channels
@@ -482,7 +316,7 @@ def _tile_products(
     high, low = tl.split(tl.permute(tl.reshape(total, (P, 2, 32)), (0, 2, 1)))
     column = tl.arange(0, 32)[None, :]
     square = tl.load(square_ptr + row, mask=known & (share == 0), other=0.0)
-    total = tl.where(column == _SQUARE, square[:, None], high + low)
+    total = tl.where(column == SQUARE, square[:, None], high + low)
     tl.store(partial_ptr + (row * shares + share)[:, None] * 32 + column, total, mask=known[:, None])
 
 
@@ -499,7 +333,7 @@ def _mix_rows(
     place = (row[:, None] * shares + share[None, :])[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     there = (known[:, None] & (share < shares)[None, :])[:, :, None]
     total = tl.sum(tl.load(partial_ptr + place, mask=there, other=0.0), axis=1)
-    square = tl.sum(tl.where(output == _SQUARE, total, 0.0), axis=1)
+    square = tl.sum(tl.where(output == SQUARE, total, 0.0), axis=1)
     inverse = 1.0 / tl.sqrt_rn(square / (4 * channels) + rms_eps)
     logit = total * inverse[:, None] * terms[0] + terms[1]
     store_logits(logit, output, row[:, None], known[:, None], next_mixing_ptr)
@@ -515,8 +349,9 @@ def advance(
     premix_TN: Tensor,
     sublayer: Sublayer,
     spec: FormatSpec | None,
+    more_TD: Tensor | None = None,
 ) -> Entered:
-    return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec)
+    return _run(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, more_TD=more_TD)
 
 
 def advance_projected(
@@ -548,10 +383,31 @@ def advance_routed(
     router: Router,
     image_T: Tensor,
 ) -> tuple[Entered, Tensor, Tensor]:
+    if streams_TND.shape[-1] > _NARROW:
+        entering = _entering(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, None)
+        return entering.entered, *run_routed(entering, router, image_T)
     entered, ids_TK, weights_TK, _ = _run_routed(
         y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, router, image_T, None, 0.0
     )
     return entered, ids_TK, weights_TK
+
+
+def advance_split(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    more_TD: Tensor | None,
+    codes_XD: Tensor,
+    scales: Tensor,
+    split: Split,
+) -> tuple[Entered, Tensor]:
+    assert split.query_spec == spec and split.stored.spec == FP8
+    entering = _entering(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, more_TD)
+    return entering.entered, run_split(entering, codes_XD, scales, split)
 
 
 def advance_fed(
@@ -605,6 +461,37 @@ def _run_routed(
     return entered, ids_TK, weights_TK, inner_TPI
 
 
+def _entering(
+    y_TD: Tensor | None,
+    streams_TND: Tensor,
+    post_TN: Tensor | None,
+    mixing_TNN: Tensor | None,
+    premix_TN: Tensor,
+    sublayer: Sublayer,
+    spec: FormatSpec | None,
+    more_TD: Tensor | None,
+) -> Entering:
+    assert spec is None or spec == FP8
+    num_rows, num_streams, channels = streams_TND.shape
+    streams_TND, premix_TN = streams_TND.contiguous(), premix_TN.contiguous()
+    new: dict[str, Any] = {"device": streams_TND.device, "dtype": torch.float32}
+    normed_TD = streams_TND.new_empty(num_rows, channels)
+    entered = Entered(
+        streams_TND if y_TD is None else torch.empty_like(streams_TND),
+        normed_TD,
+        normed_TD if spec is None else torch.empty_like(normed_TD),
+        torch.empty(num_rows, num_streams, **new),
+        torch.empty(num_rows, num_streams, **new),
+        torch.empty(num_rows, num_streams, num_streams, **new),
+    )
+    old_post = premix_TN if post_TN is None else post_TN.contiguous()
+    old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
+    y = streams_TND if y_TD is None else y_TD.contiguous()
+    more = None if y_TD is None or more_TD is None else more_TD.contiguous()
+    mixes = old_post, old_mixing, premix_TN
+    return Entering(y, more, streams_TND, *mixes, sublayer, entered, y_TD is not None, spec is not None)
+
+
 def _run(
     y_TD: Tensor | None,
     streams_TND: Tensor,
@@ -620,70 +507,28 @@ def _run(
     scaling: float = 0.0,
     num_inner: int = 0,
     limit: float = 0.0,
+    more_TD: Tensor | None = None,
 ) -> Entered:
-    assert spec is None or spec == FP8
-    num_rows, num_streams, channels = streams_TND.shape
-    streams_TND, premix_TN = streams_TND.contiguous(), premix_TN.contiguous()
-    fresh = y_TD is not None
-    new: dict[str, Any] = {"device": streams_TND.device, "dtype": torch.float32}
-    out_TND = torch.empty_like(streams_TND) if fresh else streams_TND
-    normed_TD = streams_TND.new_empty(num_rows, channels)
-    rounded_TD = normed_TD if spec is None else torch.empty_like(normed_TD)
-    premix, post = torch.empty(num_rows, num_streams, **new), torch.empty(num_rows, num_streams, **new)
-    mixing = torch.empty(num_rows, num_streams, num_streams, **new)
-    # unused pointers must still be tensors
-    y = streams_TND if y_TD is None else y_TD.contiguous()
-    old_post = premix_TN if post_TN is None else post_TN.contiguous()
-    old_mixing = premix_TN if mixing_TNN is None else mixing_TNN.contiguous()
-    new_mixes = premix, post, mixing
-    entered = Entered(out_TND, normed_TD, rounded_TD, *new_mixes)
+    num_rows, _, channels = streams_TND.shape
+    by_shares = channels > _NARROW and num_rows <= _FEW_WIDE_ROWS
+    if y_TD is not None and more_TD is not None and not by_shares:
+        y_TD, more_TD = add_round(y_TD.contiguous(), more_TD.contiguous()), None
+    entering = _entering(y_TD, streams_TND, post_TN, mixing_TNN, premix_TN, sublayer, spec, more_TD)
     if num_rows > _FEW_ROWS or channels > _NARROW:
         assert others is None
-        run = _run_rows if num_rows > (_FEW_WIDE_ROWS if channels > _NARROW else _FEW_ROWS) else _run_shares
-        run(y, streams_TND, old_post, old_mixing, premix_TN, sublayer, entered, fresh=fresh, rounded=spec is not None)
-        return entered
+        (run_wide if by_shares else _run_rows)(entering)
+        return entering.entered
+    y, _, *old, _, entered, fresh, rounded = entering
     # three programs a row, and one for each block of outputs, or of each expert's inner channels
     programs = 3 + (num_experts + 1) * triton.cdiv(num_inner, _INNER) if num_inner else 3
     _advance[(num_rows, programs)](
-        y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, sublayer.scale_3, sublayer.base,
-        sublayer.gain_D, out_TND, normed_TD, rounded_TD, *new_mixes, *(others or [premix_TN] * 12),
+        y, *old, sublayer.fn, sublayer.scale_3, sublayer.base, sublayer.gain_D, *entered, *(others or [y] * 12),
         channels, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps, num_experts, k, scaling, num_inner, limit,
-        FRESH=fresh, ROUNDED=spec is not None, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
+        FRESH=fresh, ROUNDED=rounded, ITERATIONS=sublayer.iterations, B=next_power_of_2(channels),
         E=max(2, next_power_of_2(num_experts)) if num_experts else 0, INNER=_INNER if num_inner else 0, num_warps=4,
         launch_pdl=AHEAD,
     )  # fmt: skip
     return entered
-
-
-def _run_shares(
-    y: Tensor,
-    streams_TND: Tensor,
-    old_post: Tensor,
-    old_mixing: Tensor,
-    premix_TN: Tensor,
-    sublayer: Sublayer,
-    entered: Entered,
-    *,
-    fresh: bool,
-    rounded: bool,
-) -> None:
-    num_rows, _, channels = streams_TND.shape
-    # as many programs as fill the chip; with more rows fewer of them, which read less twice
-    share = 32 if num_rows <= 2 * _ROWS else 64
-    shares, width = triton.cdiv(channels, share), min(_SLICE, next_power_of_2(channels))
-    partial = torch.empty(num_rows, shares, 32, device=streams_TND.device, dtype=torch.float32)
-    out_TND, normed_TD, rounded_TD, *new_mixes = entered
-    _share_streams[(triton.cdiv(num_rows, _ROWS), shares)](
-        y, streams_TND, old_post, old_mixing, premix_TN, sublayer.fn, out_TND, normed_TD, partial, num_rows, channels,
-        FRESH=fresh, OPERAND=operand(streams_TND), P=_ROWS, B=share, num_warps=4,
-        launch_pdl=AHEAD,
-    )  # fmt: skip
-    _join_shares[(num_rows, 1 + triton.cdiv(channels, width))](
-        partial, sublayer.scale_3, sublayer.base, sublayer.gain_D, normed_TD, rounded_TD, *new_mixes,
-        channels, shares, sublayer.eps, sublayer.rms_eps, sublayer.norm_eps,
-        ROUNDED=rounded, ITERATIONS=sublayer.iterations, B=width, S=next_power_of_2(shares), num_warps=4,
-        launch_pdl=AHEAD,
-    )  # fmt: skip
 
 
 class Tiling(NamedTuple):
@@ -701,18 +546,8 @@ class Tiling(NamedTuple):
 TILING = Tiling()
 
 
-def _run_rows(
-    y: Tensor,
-    streams_TND: Tensor,
-    old_post: Tensor,
-    old_mixing: Tensor,
-    premix_TN: Tensor,
-    sublayer: Sublayer,
-    entered: Entered,
-    *,
-    fresh: bool,
-    rounded: bool,
-) -> None:
+def _run_rows(entering: Entering) -> None:
+    y, _, streams_TND, old_post, old_mixing, premix_TN, sublayer, entered, fresh, rounded = entering
     (num_rows, _, channels), kind = streams_TND.shape, operand(streams_TND)
     width, chunk, device = 4 * channels, min(TILING.chunk, next_power_of_2(channels)), streams_TND.device
     out_TND, normed_TD, rounded_TD, *new_mixes = entered

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.pages import Paged, Stored
+from cedar.kernels.triton.arrivals import counters
 from cedar.kernels.triton.chain import AHEAD, HOPPER, follow
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.stored import e2m1_planes, e4m3_half, e4m3_value, e8m0_half, e8m0_value
@@ -26,6 +27,8 @@ __all__ = ["FORWARD_ONLY", "fits", "paged_attention", "unavailable"]
 FORWARD_ONLY = ("paged_attention",)
 # programs that fill a Hopper chip
 _PROGRAMS = 132
+# rows whose shares the wide kernel joins itself, so many heads a program
+MOST_JOINED, _HEADS = 4, 4
 # warp groups multiply on Hopper alone; without a GPU kernels are compiled for it
 _WIDE = HOPPER and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
 
@@ -276,18 +279,25 @@ def paged_attention(
         stored.codes_PNX, stored.scales_PNG, stored.codes_PNX.stride(0), stored.codes_PNX.stride(1),
         stored.scales_PNG.stride(0), stored.scales_PNG.stride(1),
         page_SP, entry_slot_T, page_SP.stride(0), selection, sink_H, output_THC, partial, peak,
+    )  # fmt: skip
+    sizes = (
         query_THC.stride(0), num_heads, cos_TR.shape[-1], num_window, num_selected, tiles_a_share,
         channels**-0.5 * 1.4426950408889634,
     )  # fmt: skip
     constants = {"RING": codes.shape[1], "PER_PAGE": stored.codes_PNX.shape[1], "C": channels, "J": tile}
     if wide:
         tiles = max(1, next_power_of_2(triton.cdiv(num_selected, tile)))
-        _attend_wide[(num_rows, shares)](
-            *arguments, **constants, TILES=tiles, H=64, ALONE=shares == 1, num_warps=8, launch_pdl=AHEAD
-        )
+        joined = num_rows <= MOST_JOINED and 1 < shares <= 16
+        programs = shares + triton.cdiv(num_heads, _HEADS) if joined else shares
+        _attend_wide[(num_rows, programs)](
+            *arguments, counters(query_THC.device, num_rows) if joined else slot_T, *sizes, **constants, TILES=tiles,
+            H=64, ALONE=shares == 1, SHARES=shares if joined else 0, HEADS=_HEADS, num_warps=8, launch_pdl=AHEAD,
+        )  # fmt: skip
+        if joined:
+            return output_THC
     else:
         _attend[(num_rows, shares)](
-            *arguments, **constants, H=max(16, next_power_of_2(num_heads)), ALONE=shares == 1, EXACT=exact,
+            *arguments, *sizes, **constants, H=max(16, next_power_of_2(num_heads)), ALONE=shares == 1, EXACT=exact,
             num_warps=8 if channels >= 256 else 4, num_stages=1, launch_pdl=AHEAD,
         )  # fmt: skip
     if shares > 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
 from cedar.kernels.pages import Stored
+from cedar.kernels.triton.arrivals import leave, sum_shares, wait_for
 from cedar.kernels.triton.chain import AHEAD, announce, follow, wait
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import norm_round_row
@@ -179,6 +180,41 @@ def _split_latent(
             tl.store(query_ptr + t * outputs + output, product.to(dtype), mask=output < outputs)
         else:
             tl.store(query_ptr + t * num_latent + channel, query, mask=inside)
+
+
+@triton.jit
+def split_products(
+    t, part, products_ptr, latent_ptr, counter_ptr, num_arrivals, query_gain_ptr, query_ptr, gain_ptr, cos_ptr, sin_ptr,
+    page_ptr, row_ptr, present_ptr, codes_ptr, scales_ptr, outputs, num_latent, channels, num_angles, query_eps, eps,
+    code_page, code_row, scale_page, scale_row,
+    ROUNDED: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """`split_latent` of a row whose latents are sums over shares that programs of the same launch make."""
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    products_ptr += t * SHARES * outputs
+    if part == 0:
+        key = tl.arange(0, G * 32)
+        there = key < channels
+        wait()
+        wait_for(counter_ptr, num_arrivals)
+        total = sum_shares(products_ptr, num_latent + key, there, outputs, SHARES)
+        tl.store(latent_ptr + t * channels + key, total.to(dtype), mask=there)
+        tl.debug_barrier()
+        _norm_turn_store(
+            t, latent_ptr, gain_ptr, cos_ptr, sin_ptr, latent_ptr, page_ptr, row_ptr, present_ptr, codes_ptr,
+            scales_ptr, channels, channels, num_angles, eps, code_page, code_row, scale_page, scale_row,
+            0, G, 32, False,
+        )  # fmt: skip
+    else:
+        place = tl.arange(0, B)
+        inside = place < num_latent
+        gain = tl.load(query_gain_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        wait()
+        wait_for(counter_ptr, num_arrivals)
+        x = sum_shares(products_ptr, place, inside, outputs, SHARES).to(dtype).to(tl.float32)
+        query = norm_round_row(x, gain, num_latent, query_eps, dtype, ROUNDED, B)
+        tl.store(query_ptr + t * num_latent + place, query, mask=inside)
+    leave(counter_ptr, num_arrivals, 2)
 
 
 def _place(stored: Stored) -> tuple[int, int, int, int]:

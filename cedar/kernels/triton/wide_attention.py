@@ -246,9 +246,9 @@ def _gather(
 @gluon.jit
 def _multiply(
     full, empty, table, queries, even_keys, odd_keys, weights,
-    query_ptr, cos_ptr, sin_ptr, position_ptr, floor_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+    query_ptr, cos_ptr, sin_ptr, position_ptr, floor_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr, counter_ptr,
     t, share, query_stride, num_heads, num_angles, num_window, first, last, scale,
-    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr,
+    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and values of every tile, under one running softmax."""
     HALF: gl.constexpr = C // 2
@@ -346,26 +346,73 @@ def _multiply(
         gl.store(place, _pack(even * cos + odd * sin, odd * cos - even * sin), mask=head < num_heads)
     else:
         known = head < num_heads
-        base = (t * gl.num_programs(1) + share) * num_heads + head
+        shares = SHARES if SHARES else gl.num_programs(1)
+        base = (t * shares + share) * num_heads + head
         gl.store(peak_ptr + 2 * base, best, mask=known)
         gl.store(peak_ptr + 2 * base + 1, total, mask=known)
         partial = partial_ptr + gl.expand_dims(base * C, 1) + pair
         gl.store(partial, even * 0.0625, mask=gl.expand_dims(known, 1))
         gl.store(partial + HALF, odd * 0.0625, mask=gl.expand_dims(known, 1))
+        if SHARES:
+            gl.thread_barrier()
+            gl.atomic_add(counter_ptr + t, 1, sem="release")
 
 
 @gluon.jit
-def _attend_wide(
+def _join_heads(
+    partial_ptr, peak_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, counter_ptr, t, part, num_heads, num_angles,
+    C: gl.constexpr, SHARES: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """The shares of some heads, which other programs of the launch make, joined and turned back."""
+    HALF: gl.constexpr = C // 2
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 2], [1, 0])
+    head = part * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINES))
+    pair = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)), 0)
+    known = head < num_heads
+    # waits for all shares
+    while gl.atomic_add(counter_ptr + t, 0, sem="acquire") < SHARES:
+        pass
+    best = gl.load(sink_ptr + head, mask=known, other=0.0) * 1.4426950408889634
+    total = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, LINES)) + 1.0
+    even = gl.zeros([HEADS, HALF], gl.float32, LINES)
+    odd = gl.zeros([HEADS, HALF], gl.float32, LINES)
+    for share in gl.static_range(SHARES):
+        base = (t * SHARES + share) * num_heads + head
+        peak = gl.load(peak_ptr + 2 * base, mask=known, other=-1e30, cache_modifier=".cg")
+        size = gl.load(peak_ptr + 2 * base + 1, mask=known, other=0.0, cache_modifier=".cg")
+        place = partial_ptr + gl.expand_dims(base * C, 1) + pair
+        there = gl.expand_dims(known, 1)
+        even_part = gl.load(place, mask=there, other=0.0, cache_modifier=".cg")
+        odd_part = gl.load(place + HALF, mask=there, other=0.0, cache_modifier=".cg")
+        higher = gl.maximum(best, peak)
+        shrink, weight = gl.exp2(best - higher), gl.exp2(peak - higher)
+        best = higher
+        total = total * shrink + size * weight
+        even = even * gl.expand_dims(shrink, 1) + even_part * gl.expand_dims(weight, 1)
+        odd = odd * gl.expand_dims(shrink, 1) + odd_part * gl.expand_dims(weight, 1)
+    whole = gl.expand_dims(1.0 / total, 1)
+    even, odd = _unpack(_pack(even * whole, odd * whole))
+    turned = gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)) - (HALF - num_angles)
+    cos = gl.expand_dims(gl.load(cos_ptr + t * num_angles + turned, mask=turned >= 0, other=1.0), 0)
+    sin = gl.expand_dims(gl.load(sin_ptr + t * num_angles + turned, mask=turned >= 0, other=0.0), 0)
+    out = out_ptr.to(gl.pointer_type(gl.int32)) + gl.expand_dims((t * num_heads + head) * HALF, 1) + pair
+    gl.store(out, _pack(even * cos + odd * sin, odd * cos - even * sin), mask=gl.expand_dims(known, 1))
+    # the last to leave sets the counter back
+    waiting = gl.num_programs(1) - SHARES
+    if gl.atomic_add(counter_ptr + t, 1, sem="relaxed") == SHARES + waiting - 1:
+        gl.atomic_xchg(counter_ptr + t, 0, sem="relaxed")
+
+
+@gluon.jit
+def _attend_share(
     query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
     codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
     entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
-    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
-    query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
+    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr, counter_ptr,
+    t, share, query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
     RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr,
-    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr,
+    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()
-    gdc_wait()
     HALF: gl.constexpr = C // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -384,7 +431,6 @@ def _attend_wide(
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    t, share = gl.program_id(0).to(gl.int64), gl.program_id(1)
     first = share * tiles_a_share
     last = gl.minimum(first + tiles_a_share, gl.cdiv(num_window, J) + gl.cdiv(num_selected, J))
     codes = (codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row)
@@ -396,7 +442,8 @@ def _attend_wide(
             (_multiply, (
                 full, empty, table, queries, even_keys, odd_keys, weights,
                 query_ptr, cos_ptr, sin_ptr, position_ptr, floor_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
-                t, share, query_stride, num_heads, num_angles, num_window, first, last, scale, H, C, J, ALONE,
+                counter_ptr, t, share, query_stride, num_heads, num_angles, num_window, first, last, scale,
+                H, C, J, ALONE, SHARES,
             )),
             (_gather, (
                 full, empty, places, table, even_words, odd_words, codes, entries,
@@ -407,3 +454,43 @@ def _attend_wide(
         # 256 threads of 72 registers leave 184 to those that multiply
         [8], [72],
     )  # fmt: skip
+
+
+# known to be 1, the shares of a row alone would spill
+@gluon.jit(do_not_specialize=["tiles_a_share"])
+def _attend_wide(
+    query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
+    codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
+    entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+    page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr, counter_ptr,
+    query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share, scale,
+    RING: gl.constexpr, PER_PAGE: gl.constexpr, TILES: gl.constexpr,
+    H: gl.constexpr, C: gl.constexpr, J: gl.constexpr, ALONE: gl.constexpr, SHARES: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    gdc_wait()
+    t, share = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    if SHARES:
+        if share < SHARES:
+            _attend_share(
+                query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
+                codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
+                entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+                page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+                counter_ptr, t, share, query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share,
+                scale, RING, PER_PAGE, TILES, H, C, J, ALONE, SHARES,
+            )  # fmt: skip
+        else:
+            _join_heads(
+                partial_ptr, peak_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, counter_ptr, t, share - SHARES, num_heads,
+                num_angles, C, SHARES, HEADS,
+            )  # fmt: skip
+    else:
+        _attend_share(
+            query_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, floor_ptr,
+            codes_ptr, scales_ptr, code_page, code_row, scale_page, scale_row,
+            entry_codes_ptr, entry_scales_ptr, entry_code_page, entry_code_row, entry_scale_page, entry_scale_row,
+            page_ptr, entry_slot_ptr, page_stride, selection_ptr, sink_ptr, out_ptr, partial_ptr, peak_ptr,
+            counter_ptr, t, share, query_stride, num_heads, num_angles, num_window, num_selected, tiles_a_share,
+            scale, RING, PER_PAGE, TILES, H, C, J, ALONE, SHARES,
+        )  # fmt: skip
