@@ -33,6 +33,7 @@ from torch import Tensor
 from cedar.cache.manager import CacheManager, Plan
 from cedar.config.model import PAGE_TOKENS
 from cedar.config.presets import preset
+from cedar.engine.load import usual_step_tokens
 from cedar.engine.request import SamplingParams
 from cedar.engine.runner import DecodeRunner, Row
 from cedar.engine.sampling import Sampler
@@ -164,18 +165,18 @@ def replayed(replay: Callable[[], None]) -> tuple[float, float]:
 
 
 def measure_prefill(model: Transformer, num_tokens: int, chunk: int) -> float:
-    """Seconds of a prompt, in chunks, the second time."""
+    """Seconds of a prompt, in chunks, the second time: the first one compiles kernels for each size of context."""
     cache = CacheManager(model.config, num_pages=num_tokens // PAGE_TOKENS + 2, dtype=model.dtype, device=model.device)
     prompt_T = random_ids(model, num_tokens)
     seconds = 0.0
-    # a short prompt first: kernels are compiled
-    for stop in (min(2 * chunk, num_tokens), num_tokens):
+    for _ in range(2):
         lease = cache.lease((), b"", Plan())
-        assert cache.reserve(lease, stop, 0)
+        assert cache.reserve(lease, num_tokens, 0)
         state = model.new_state(make_store=cache.make_store(lease, 0))
         started = time.perf_counter()
-        for start in range(0, stop, chunk):
-            logits_TV = model.prefill(state, prompt_T[start : start + chunk], prompt_tokens=stop, last_only=True)
+        for start in range(0, num_tokens, chunk):
+            chunk_T = prompt_T[start : start + chunk]
+            logits_TV = model.prefill(state, chunk_T, prompt_tokens=num_tokens, last_only=True)
         assert bool(logits_TV.isfinite().all())
         seconds = time.perf_counter() - started
         cache.release(lease)
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="with --kernels: each case's kernels, in files of this name")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--prefill", default="", help="time prompts of so many tokens instead")
-    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, help="tokens of a prompt at once; by default what the engine takes")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     apart = kernels_apart() if arguments.kernels and arguments.kernels_to is None else {}
@@ -230,13 +231,14 @@ def main() -> None:
         model = open_model(arguments, name)
         title = Path(name).name + (" packed" if model.packed else "")
         for num_tokens in map(int, filter(None, arguments.prefill.split(","))):
-            seconds = measure_prefill(model, num_tokens, arguments.chunk)
+            chunk = arguments.chunk or usual_step_tokens(model)
+            seconds = measure_prefill(model, num_tokens, chunk)
             print(
-                f"{title}: a prompt of {num_tokens} tokens in chunks of {arguments.chunk}: {seconds:.2f} s, "
+                f"{title}: a prompt of {num_tokens} tokens in chunks of {chunk}: {seconds:.2f} s, "
                 f"{num_tokens / seconds:,.0f} tokens/s",
                 flush=True,
             )
-            report(arguments.csv, "prefill", f"{title} T={num_tokens} in {arguments.chunk}", seconds * 1e6, 0.0)
+            report(arguments.csv, "prefill", f"{title} T={num_tokens} in {chunk}", seconds * 1e6, 0.0)
         for count, context in () if arguments.prefill else cases(model, arguments):
             measured = measure(model, count, context, arguments.steps)
             case = f"{title} B={count} T={context}"

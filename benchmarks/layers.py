@@ -295,11 +295,15 @@ def difference(bench: Bench) -> float:
 
 @dataclass
 class Chunk:
-    """A prompt's last chunk through one layer, as `Transformer.prefill` runs it: decoder layers on its last window."""
+    """A prompt's last chunk through one layer, as `Transformer.prefill` runs it: decoder layers on its last window.
+
+    The prompt has `context` tokens; those before the chunk have entries already.
+    """
 
     config: ModelConfig
     block: Block
     num_tokens: int
+    context: int
     device: str
 
     def __post_init__(self) -> None:
@@ -311,11 +315,11 @@ class Chunk:
         self.image_T = torch.zeros(self.num_tokens, device=device, dtype=torch.bool)
         window = self.config.attention.sliding_window
         self.num_run = min(window, self.num_tokens) if plan.decoder else self.num_tokens
-        position_T = torch.arange(self.num_tokens - self.num_run, self.num_tokens, device=device)
-        self.shared = shared_rows(self.config, plan, position_T, self.num_tokens)
-        if self.shared.pool is not None:
-            # prefill passes a pool on as marks
-            num_blocks = -(-self.num_tokens // plan.ratio // self.config.indexer.candidate_block_size)
+        position_T = torch.arange(self.context - self.num_run, self.context, device=device)
+        self.shared = shared_rows(self.config, plan, position_T, self.context)
+        if self.shared.pool is not None and device == "cpu":
+            # a prefill that does not read keys in place passes a pool on as marks
+            num_blocks = -(-self.context // plan.ratio // self.config.indexer.candidate_block_size)
             marks_TN = torch.zeros(self.num_run, num_blocks + 1, device=device, dtype=torch.bool)
             block_TN = self.shared.pool
             marks_TN.scatter_(1, torch.where(block_TN < 0, num_blocks, block_TN), True)
@@ -331,19 +335,21 @@ class Chunk:
             decoder_replay="bounded",
             selection_rule="learned",
         )
-        plan = self.block.plan
-        if plan.kv_source is not None and not plan.writes_entries:
-            count, attention, index = self.num_tokens // plan.ratio, self.config.attention, self.config.indexer
+        plan, start = self.block.plan, self.context - self.num_tokens
+        if plan.kv_source is not None:
+            attention, index = self.config.attention, self.config.indexer
+            count = (start if plan.writes_entries else self.context) // plan.ratio
             for store, channels in (
                 (state.entries[plan.kv_source], attention.head_dim),
                 (state.keys[plan.kv_source], index.head_dim),
             ):
                 store.append(torch.randn(count, channels, device=self.device, dtype=DTYPE))
-        state.begin_prompt(self.num_tokens)
+        state.num_tokens = start
+        state.begin_prompt(self.context)
         return state
 
     def run(self, state: SequenceState) -> Tensor:
-        block, step = self.block, SequenceStep(state, 0, self.num_tokens)
+        block, step = self.block, SequenceStep(state, self.context - self.num_tokens, self.context)
         mixes, u_TD = block.enter(self.streams_TND, self.premix_TN)
         block.attn.write_entries(u_TD, step)
         _, writing = step.window_rows(block.plan.layer, cut=False)
@@ -409,7 +415,9 @@ def main() -> None:
     parser.add_argument("--modes", help="all by default")
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--contexts", default="4096,131072,1048576")
-    parser.add_argument("--prefill", type=int, default=0, help="also time a chunk of so many tokens")
+    parser.add_argument(
+        "--prefill", type=int, default=0, help="also time the last so many tokens of a prompt of each context"
+    )
     parser.add_argument("--row", type=int, default=1, help="also time so many layers of a mode one behind the other")
     parser.add_argument("--profile", action="store_true", help="print each case's kernels and the parts' floors")
     parser.add_argument("--compile", action="store_true", help="run each case once and time nothing")
@@ -433,20 +441,27 @@ def main() -> None:
         )
     clock = Clock() if timing else None
 
-    def report(op: str, case: str, us: tuple[float, float], parts: dict[str, Floor], more: str) -> None:
+    def record(op: str, case: str, *values: object) -> None:
+        if arguments.csv is None:
+            return
+        fresh = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if fresh:
+                writer.writerow(COLUMNS)
+            writer.writerow((datetime.date.today().isoformat(), commit, machine, op, case, *values))
+
+    def report(
+        op: str, case: str, us: tuple[float, float], parts: dict[str, Floor], more: str, launches: int | None = None
+    ) -> None:
         floor = sum(part.us(copy, products) for part in parts.values())
         print(f"{op:16} {case:14} {us[0]:9.1f} us (spread {us[1]:.1f}), floor {floor:.1f}, x{us[0] / floor:.2f}{more}")
-        if arguments.csv is not None:
-            fresh = not arguments.csv.exists()
-            with arguments.csv.open("a", newline="") as file:
-                writer = csv.writer(file)
-                if fresh:
-                    writer.writerow(COLUMNS)
-                num_bytes, flops = (round(sum(part[k] for part in parts.values())) for k in range(2))
-                today = datetime.date.today().isoformat()
-                row = today, commit, machine, op, case, f"{us[0]:.2f}", f"{us[1]:.2f}", num_bytes, flops
-                writer.writerow((*row, f"{floor / us[0]:.3f}", "", ""))
+        num_bytes, flops = (round(sum(part[k] for part in parts.values())) for k in range(2))
+        beside = "" if launches is None else f"{launches} launches"
+        record(op, case, f"{us[0]:.2f}", f"{us[1]:.2f}", num_bytes, flops, f"{floor / us[0]:.3f}", beside, "")
 
+    if timing:
+        record("cache", "T=1048576", "", "", round(pages * 2**20), 0, "", "", "")
     totals: dict[tuple[int, int], float] = {}
     measured: set[str] = set()
     wanted = modes(config)
@@ -474,7 +489,7 @@ def main() -> None:
             more = f", {len(launched)} kernels"
             if APART:
                 more += f" of {sum(time for _, time in launched):.1f} us"
-            report(f"layer_{name}", f"B={rows} T={context}", us, parts, more)
+            report(f"layer_{name}", f"B={rows} T={context}", us, parts, more, len(launched))
             if arguments.profile:
                 for kernel, time in launched:
                     print(f"    {time:8.2f} us {kernel[:100]}")
@@ -487,22 +502,25 @@ def main() -> None:
                 del row
             totals[rows, context] = totals.get((rows, context), 0.0) + count * us[0]
             del bench, graph
-        if arguments.prefill:
-            chunk = Chunk(config, block, arguments.prefill, device)
+        for context in map(int, arguments.contexts.split(",")) if arguments.prefill else ():
+            num_tokens = min(arguments.prefill, context)
+            chunk = Chunk(config, block, num_tokens, context, device)
+            case = f"chunk={num_tokens} of {context}"
             if clock is None:
                 chunk.run(chunk.state())
-                print(f"{name} chunk of {arguments.prefill}: ran", flush=True)
-            else:
-                try:
-                    us = timed(chunk.run, chunk.state)
-                except torch.OutOfMemoryError as error:
-                    print(f"layer_{name} chunk of {arguments.prefill}: {str(error).splitlines()[0]}", flush=True)
-                else:
-                    # each row sees half of the chunk on average
-                    context = arguments.prefill if plan.decoder else arguments.prefill // 2
-                    experts = config.moe.num_routed_experts
-                    parts = floors(config, plan, chunk.num_run, context, experts, all_rows=arguments.prefill)
-                    report(f"layer_{name}", f"chunk={arguments.prefill}", us, parts, f", {chunk.num_run} rows run")
+                print(f"{name} {case}: ran", flush=True)
+                continue
+            try:
+                us = timed(chunk.run, chunk.state)
+            except torch.OutOfMemoryError as error:
+                print(f"layer_{name} {case}: {str(error).splitlines()[0]}", flush=True)
+                continue
+            # what the chunk's rows see on average
+            seen = context if plan.decoder else context - num_tokens // 2
+            experts = config.moe.num_routed_experts
+            parts = floors(config, plan, chunk.num_run, seen, experts, all_rows=num_tokens)
+            report(f"layer_{name}", case, us, parts, f", {chunk.num_run} rows run")
+            del chunk
     if clock is not None and measured == set(wanted):
         for (rows, context), total in totals.items():
             growth = total / min(other for (count, _), other in totals.items() if count == rows)

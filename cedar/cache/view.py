@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cedar.cache.pages import PageTable
 from cedar.errors import CapacityError
+from cedar.kernels.pages import Paged, Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 
 
@@ -83,6 +84,12 @@ class PagedRows:
         self._arrived()
         page, row = self._places(index)
         return [field[page, row] for field in self._fields]
+
+    def paged(self, slot_T: Tensor) -> Paged:
+        """The rows in place, behind the only sequence's page table."""
+        self._arrived()
+        codes_PNX, scales_PNG = self._fields
+        return Paged(Stored(codes_PNX, scales_PNG, self._rows.spec), self._table.page_P().unsqueeze(0), slot_T)
 
     def truncate(self, count: int) -> None:
         self.count = min(self.count, count)

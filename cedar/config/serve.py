@@ -20,8 +20,9 @@ class ServeConfig:
 
     Attributes:
         max_context: Longest prompt plus answer in tokens; None means what the model's config allows.
-        max_step_tokens: Rows of a step, of prompts and of answers together; None means 272 on a CPU and 4,096 on a
-            GPU. A cancel, and the progress a client sees, waits for one step.
+        max_step_tokens: Rows of a step, of prompts and of answers together; None means 272 on a CPU and 16,384 on a
+            GPU, 4,096 there for a model that keeps the checkpoint's bytes. A cancel, and the progress a client sees,
+            waits for one step.
         target_tpot_s: Time between two tokens of a stream that 95 in 100 should keep: prompts make way for it. None
             has no target.
         max_waiting: Requests that may queue; more are told to come back later.

@@ -242,6 +242,16 @@ def context_tokens(files: ModelFiles, config: ServeConfig) -> int:
     return min(wanted, held)
 
 
+def usual_step_tokens(model: Transformer) -> int:
+    """Rows of a step if nobody says otherwise: a stream waits no longer than such a step takes.
+
+    A tenth of a second of a CPU for a small model. Of a GPU the host needs some 50 ms for one, however many rows.
+    """
+    if model.device.type == "cpu":
+        return 272
+    return 4096 if model.packed else 16384
+
+
 def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     """Read the weights and start the thread that serves them.
 
@@ -295,8 +305,7 @@ def start_engine(files: ModelFiles, config: ServeConfig) -> Engine:
     draft = read_draft(files.path, model) if config.draft else None
     if draft is not None:
         draft.attach()
-    # a stream waits no longer than such a step takes: on a CPU a tenth of a second for a small model
-    step_tokens = config.max_step_tokens or (272 if model.device.type == "cpu" else 4096)
+    step_tokens = config.max_step_tokens or usual_step_tokens(model)
     if model.device.type == "cuda" and not config.strict_cache:
         _warm_up_prompts(model, min(step_tokens, context - 1))
     runner = _open_runner(model, cache, config, context, draft)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BACKENDS: dict[str, dict[str, str]] = {
     "attention": {"reference": "attention", "cpu": "attention"},
     "masked_attention": {"reference": "attention", "triton": "masked_attention"},
-    "index_scores": {"reference": "indexer", "cpu": "indexer"},
+    "index_scores": {"reference": "indexer", "cpu": "indexer", "triton": "masked_indexer"},
     "gathered_index_scores": {"reference": "indexer", "cpu": "indexer"},
     "masked_index_scores": {"reference": "indexer", "triton": "masked_indexer"},
     "topk_mask": {"reference": "indexer", "triton": "masked_indexer"},

@@ -131,6 +131,9 @@ class BatchStep:
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
         queries = query_THC.split(self._sizes)
+        if self.steps[0].in_place:
+            rows = zip(self.steps, queries, self._shared, strict=True)
+            return torch.cat([step.attend(layer, kv_source, query, own, sink_H) for step, query, own in rows])
         outputs: list[Tensor] = [query_THC] * len(queries)
         few = [number for number, size in enumerate(self._sizes) if size <= _FEW_ROWS]
         for group in ([few] if few else []) + [[n] for n, size in enumerate(self._sizes) if size > _FEW_ROWS]:

@@ -19,6 +19,8 @@ from cedar.config.rounding import Rounding
 from cedar.errors import CapacityError
 from cedar.formats.spec import FP4_INDEX, FP4_MAIN, FP8, FormatSpec
 from cedar.kernels import attention as attention_ops
+from cedar.kernels.dispatch import is_deterministic
+from cedar.kernels.pages import Paged, Stored
 from cedar.kernels.quantize import dequantize_rows, quantize_rows
 from cedar.model.engram import lookback_ids
 from cedar.model.rope import Rope
@@ -56,7 +58,8 @@ class RowStore:
         """Room for `num_rows` rows; doubles, so that appending is linear in the end."""
         capacity = self._planes[0].shape[0]
         if num_rows > capacity:
-            extra = max(capacity, num_rows - capacity, _FIRST_ROWS)
+            extra = max(capacity, num_rows - capacity)
+            extra += -(capacity + extra) % _FIRST_ROWS
             self._planes = [torch.cat([plane, plane.new_zeros(extra, plane.shape[1])]) for plane in self._planes]
 
     def put(self, row_T: Tensor, rows_TC: Tensor) -> None:
@@ -78,6 +81,21 @@ class RowStore:
     def take(self, row_T: Tensor) -> Tensor:
         """Rows by number, all present."""
         return self._decode([plane[row_T] for plane in self._planes])
+
+    def ring(self, num_rows: int) -> Stored:
+        """The first rows as one page, in place."""
+        assert self._spec is not None, "rows that are not rounded have no stored form"
+        codes_NX, scales_NG = (plane[:num_rows] for plane in self._planes)
+        return Stored(codes_NX.unsqueeze(0), scales_NG.unsqueeze(0), self._spec)
+
+    def paged(self, slot_T: Tensor) -> Paged:
+        """All rows in place, in pages that follow each other."""
+        assert self._spec is not None, "rows that are not rounded have no stored form"
+        capacity = max(self._planes[0].shape[0], 1)
+        self.reserve(capacity + -capacity % _FIRST_ROWS)
+        codes_PNX, scales_PNG = (plane.unflatten(0, (-1, _FIRST_ROWS)) for plane in self._planes)
+        page_1P = torch.arange(codes_PNX.shape[0], device=self.device).unsqueeze(0)
+        return Paged(Stored(codes_PNX, scales_PNG, self._spec), page_1P, slot_T)
 
     def truncate(self, count: int) -> None:
         """Forget the rows from `count` on."""
@@ -121,6 +139,8 @@ class EntryStore(Protocol):
     def all(self) -> Tensor: ...
 
     def gather(self, index: Tensor) -> Tensor: ...
+
+    def paged(self, slot_T: Tensor) -> Paged: ...
 
     def truncate(self, count: int) -> None: ...
 
@@ -262,6 +282,8 @@ class SequenceState:
         self._farthest = 0
         # position from which an exact rebuild needs whole encoder rows, 0 if there was none
         self._exact_stop = 0
+        # steps hand stored bytes to the kernels; on a CPU rows are widened first
+        self.in_place = device.type == "cuda" and rounding.window_kv and rounding.main_kv and rounding.index
         # room for rejected drafts beside the window (serving.md 2.4)
         self.num_slots = attention.sliding_window + config.draft.block_size + 1
         window_format = FP8 if rounding.window_kv else None
@@ -613,6 +635,9 @@ class SequenceStep:
         self._positions_T = torch.arange(start, stop, device=state.device)
         self._rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         self._window_RC = torch.empty(0)
+        # the last layer's window keys by position, where they are read in place
+        self._ring: Stored | None = None
+        self.in_place = state.in_place and not is_deterministic()
         # (KV source, selection, its entries): layers that reuse a selection read the same ones
         self._gathered: tuple[int, Tensor, Tensor, Tensor] | None = None
 
@@ -625,7 +650,7 @@ class SequenceStep:
         step = SequenceStep(self.state, start, self.stop)
         cut = start - self.start
         step._rotations = {kind: (cos[cut:], sin[cut:]) for kind, (cos, sin) in self._rotations.items()}
-        step._window_RC = self._window_RC[cut:]
+        step._window_RC, step._ring = self._window_RC[cut:], self._ring
         return step
 
     @property
@@ -665,7 +690,11 @@ class SequenceStep:
         state = self.state
         store, num_slots = state.windows[layer], state.num_slots
         reach = state.config.attention.sliding_window - 1
-        before_R = torch.arange(self.start - reach, self.start, device=state.device) % num_slots
+        before_R = torch.arange(self.start - reach, self.start, device=state.device)
+        if self.in_place:
+            self._ring = self._write_ring(store, before_R, kv_TC)
+            return
+        before_R = before_R % num_slots
         if reach + kv_TC.shape[0] <= num_slots:
             store.put(self._positions_T % num_slots, kv_TC)
             self._window_RC = store.take(torch.cat([before_R, self._positions_T % num_slots]))
@@ -676,6 +705,22 @@ class SequenceStep:
         fresh.append(kv_TC)
         self._window_RC = torch.cat([before_RC, fresh.all()])
         store.put(self._positions_T[-num_slots:] % num_slots, kv_TC[-num_slots:])
+
+    def _write_ring(self, store: RowStore, before_R: Tensor, kv_TC: Tensor) -> Stored:
+        """Keep the rows; returns them and what they look back at by position."""
+        num_slots, num_rows = self.state.num_slots, len(before_R) + kv_TC.shape[0]
+        if num_rows <= num_slots:
+            store.put(self._positions_T % num_slots, kv_TC)
+            return store.ring(num_slots)
+        # a chunk longer than the sequence's ring has one of its own, of few sizes: kernels are compiled for each
+        size = 1 << (num_rows - 1).bit_length()
+        longer = RowStore(kv_TC.shape[1], FP8, kv_TC.dtype, self.state.device)
+        longer.reserve(size)
+        longer.overwrite(before_R % size, store.read(before_R % num_slots))
+        longer.put(self._positions_T % size, kv_TC)
+        kept_T = self._positions_T[-num_slots:]
+        store.overwrite(kept_T % num_slots, longer.read(kept_T % size))
+        return longer.ring(size)
 
     def write_context(self, rows_TC: Tensor) -> None:
         """Keep what a draft reads of these rows."""
@@ -708,21 +753,59 @@ class SequenceStep:
         self, layer: int, kv_source: int, query_THI: Tensor, weight_TH: Tensor, *, pool: Tensor | None, make_pool: bool
     ) -> SharedKV:
         ratio = self.state.config.attention.compress_ratios[kv_source]
+        keys = self.state.keys[kv_source]
         return select_rows(
             self.state.config.indexer,
             query_THI,
             weight_TH,
-            self.state.keys[kv_source],
+            keys,
             (self._positions_T + 1) // ratio,
             self.stop // ratio,
             topk=self.state.config.indexer.topk,
             pool_TN=pool,
             make_pool=make_pool,
             rule=self.state.selection_rule,
+            num_common=(self.start + 1) // ratio,
+            paged=keys.paged(self._first_T) if self.in_place else None,
         )
 
     def attend(self, layer: int, kv_source: int | None, query_THC: Tensor, shared: SharedKV, sink_H: Tensor) -> Tensor:
+        if self._ring is not None:
+            return self._attend_in_place(self._ring, layer, kv_source, query_THC, shared, sink_H)
         return attention_ops.attention(query_THC, *self.attended(layer, kv_source, shared), sink_H)
+
+    def _attend_in_place(
+        self,
+        ring: Stored,
+        layer: int,
+        kv_source: int | None,
+        query_THC: Tensor,
+        shared: SharedKV,
+        sink_H: Tensor,
+    ) -> Tensor:
+        # the queries are turned already, and the outputs will be turned back
+        cos_TR = torch.ones_like(self.rotation(compressed=False)[0])
+        entries = None
+        if kv_source is not None and shared.selection is not None:
+            entries = self.state.entries[kv_source].paged(self._first_T)
+        return attention_ops.paged_attention(
+            query_THC,
+            cos_TR,
+            torch.zeros_like(cos_TR),
+            ring,
+            self._first_T,
+            self._positions_T,
+            torch.full_like(self._positions_T, self.state.window_floor(layer)),
+            entries,
+            None if entries is None else shared.selection,
+            sink_H,
+            self.state.config.attention.sliding_window,
+        )
+
+    @property
+    def _first_T(self) -> Tensor:
+        """The only sequence, for each row."""
+        return torch.zeros_like(self._positions_T)
 
     def attended(
         self, layer: int, kv_source: int | None, shared: SharedKV

@@ -22,8 +22,8 @@ from cedar.train.tasks import Lookup, Tasks
 
 # evaluation documents never come from a training seed
 _SEED = 0x5EED
-# float32 scores of a chunk's rows against all entries and index heads
-_MOST_SCORES_CPU, _MOST_SCORES_GPU = 1 << 27, 1 << 31
+# tokens of a prompt at once; what a GPU takes is bound by its host
+_CHUNK = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +119,10 @@ def ask(model: Transformer, tokenizer: Tokenizer, document: Lookup, *, selection
 
 
 def _prefill(model: Transformer, state: SequenceState, prompt_T: Tensor) -> Tensor:
-    """Logits after a prompt that goes on from `state`, in chunks whose scores against all entries fit in memory."""
+    """Logits after a prompt that goes on from `state`."""
     stop = state.num_tokens + len(prompt_T)
-    scores = _MOST_SCORES_GPU if prompt_T.is_cuda else _MOST_SCORES_CPU
-    step = max(64, scores // (model.config.indexer.num_heads * stop))
     logits_TV = torch.empty(0)
-    for chunk in prompt_T.split(step):
+    for chunk in prompt_T.split(_CHUNK[prompt_T.device.type]):
         logits_TV = model.prefill(state, chunk, prompt_tokens=stop, last_only=True)
     return logits_TV[-1]
 

@@ -149,6 +149,8 @@ def test_masked_index_scores(
         rand(device, dtype, 2, entries, channels),
     ]
     same(masked_indexer.masked_index_scores, reference_indexer.masked_index_scores, inputs, dtype)
+    one = [x[1].clone() for x in inputs]
+    same(masked_indexer.index_scores, reference_indexer.index_scores, one, dtype)
 
 
 @on_devices

@@ -29,6 +29,7 @@ from cedar.model.draft import Draft
 from cedar.model.layers import Linear, Tiles
 from cedar.model.moe import Experts, pack_weights, retile_experts
 from cedar.model.sequence import SequenceState
+from cedar.model.state import DecoderReplay
 from cedar.model.transformer import Transformer
 from tests.paths.random_models import random_draft, random_model, tiny
 
@@ -319,6 +320,23 @@ def test_the_kernels_of_a_gpu_draft_and_verify(interpreted: None) -> None:
         torch.testing.assert_close(logits_TV, rig.wanted_lines(lines), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("replay", ["bounded", "off"])
+def test_the_kernels_of_a_gpu_run_a_prompt(interpreted: None, replay: DecoderReplay) -> None:
+    """Chunks longer and shorter than the ring over keys where they are stored, then two drafted tokens."""
+    model = random_model(tiny(), 4)
+    prompt_T = torch.randint(0, model.config.vocab_size, (61,), generator=torch.Generator().manual_seed(5))
+    pieces = prompt_T.split([3, 41, 6, 11])
+    with use_kernels("reference"):
+        plain = model.new_state(decoder_replay=replay)
+        want = [model.prefill(plain, piece, prompt_tokens=61) for piece in pieces]
+        want.append(model.decode(plain, prompt_T[:2]))
+    state = model.new_state(decoder_replay=replay)
+    state.in_place = True
+    got = [model.prefill(state, piece, prompt_tokens=61) for piece in pieces]
+    got.append(model.decode(state, prompt_T[:2]))
+    torch.testing.assert_close(torch.cat(got), torch.cat(want), rtol=1e-4, atol=1e-4)
+
+
 def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
     model = random_model(tiny(), 3)
     pack_weights(model)
@@ -329,19 +347,49 @@ def test_the_kernels_of_a_gpu_read_stored_bytes(interpreted: None) -> None:
         torch.testing.assert_close(logits_TV, rig.wanted_lines([[7]]), rtol=2e-3, atol=2e-3)
 
 
+def as_near(got_TV: Tensor, other_TV: Tensor, exact_TV: Tensor) -> None:
+    """One way of adding up in bfloat16 is not much further from float32's logits than another.
+
+    It moves a random model's by a fifth and more.
+    """
+    assert got_TV.isfinite().all() and got_TV.shape == exact_TV.shape
+    error, usual = (float((x - exact_TV).norm() / exact_TV.norm()) for x in (got_TV, other_TV))
+    assert error < 1.5 * usual < 0.9, (error, usual)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[5, 40], [200] * 20])
 def test_a_gpu_decodes_stored_bytes_as_their_values(tmp_path: Path, lengths: list[int]) -> None:
     made = random_model(nano(), 5)
     write_checkpoint(made, tmp_path)
     logits = []
-    for packed in (True, False):
-        model = read_checkpoint(tmp_path, dtype=torch.bfloat16, device="cuda", packed=packed)
+    for packed, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)):
+        model = read_checkpoint(tmp_path, dtype=dtype, device="cuda", packed=packed)
         model.token_map.set(made.token_map.compressed_V)
         rig = Rig(model, lengths)
         logits += [torch.cat([rig.step([i % 500 for i in range(n, n + len(lengths))]) for n in (1, 7)])]
-        assert logits[-1].isfinite().all()
-    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.05
+    as_near(*logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [[4096], [1000, 40, 2000, 1056]])
+def test_a_gpu_runs_a_prompt_over_stored_keys_as_over_widened_ones(tmp_path: Path, pieces: list[int]) -> None:
+    made = random_model(nano(), 6)
+    write_checkpoint(made, tmp_path)
+    prompt_T = torch.arange(4096, device="cuda") ** 2 % made.config.vocab_size
+
+    def run(dtype: torch.dtype, in_place: bool) -> Tensor:
+        model = read_checkpoint(tmp_path, dtype=dtype, device="cuda")
+        model.token_map.set(made.token_map.compressed_V)
+        state = model.new_state()
+        assert state.in_place
+        state.in_place = in_place
+        parts = [model.prefill(state, piece, prompt_tokens=4096) for piece in prompt_T.split(pieces)]
+        return torch.cat(parts).float()
+
+    exact = run(torch.float32, False)
+    assert float((run(torch.float32, True) - exact).norm() / exact.norm()) < 0.05
+    as_near(run(torch.bfloat16, True), run(torch.bfloat16, False), exact)
 
 
 @pytest.mark.usefixtures("without_expert_loop")

@@ -132,6 +132,7 @@ def test_window_rows_are_the_rounded_ones(mode: str) -> None:
     for layer in (0, 2):
         u = data[f"layers.{layer}.u"].to(model.dtype)
         state = model.new_state(decoder_replay="off")
+        state.in_place = False
         with torch.inference_mode():
             step = SequenceStep(state, 0, u.shape[0])
             model.layers[layer].attn.write_window(u, step)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cedar.kernels.indexer import LEAST_MASS
 from cedar.kernels.triton.device import is_half_or_float, next_power_of_2, unavailable
 
-__all__ = ["fits", "index_divergence", "masked_index_scores", "topk_mask", "unavailable"]
+__all__ = ["fits", "index_divergence", "index_scores", "masked_index_scores", "topk_mask", "unavailable"]
 
 _ROWS, _KEYS = 64, 64
 
@@ -28,7 +28,7 @@ _MOST_SCORES = 8192
 def fits(op: str, x: Tensor, *others: Tensor) -> bool:
     """Scores: 16 to 128 index channels, a power of two. Selection and loss: float32, at most 8,192 scores a row."""
     width = x.shape[-1]
-    if op == "masked_index_scores":
+    if op in ("index_scores", "masked_index_scores"):
         return 16 <= width <= 128 and width & (width - 1) == 0 and is_half_or_float(x) and x.numel() > 0
     return x.dtype == torch.float32 and 0 < width <= _MOST_SCORES and x.shape[0] > 0
 
@@ -156,6 +156,10 @@ class _MaskedIndexScores(torch.autograd.Function):
 def masked_index_scores(query_BSHI: Tensor, weight_BSH: Tensor, key_BEI: Tensor) -> Tensor:
     result: Tensor = _MaskedIndexScores.apply(query_BSHI, weight_BSH, key_BEI)
     return result
+
+
+def index_scores(query_THI: Tensor, weight_TH: Tensor, key_EI: Tensor) -> Tensor:
+    return masked_index_scores(*(x.unsqueeze(0) for x in (query_THI, weight_TH, key_EI))).squeeze(0)
 
 
 # the selection
