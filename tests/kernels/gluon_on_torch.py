@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 # integers are held as int64, whatever their width
@@ -331,6 +332,7 @@ def interpreted(module: ModuleType, kernel: str) -> Iterator[Any]:
     """The module's kernel, to be launched as one: `kernel[grid](...)`."""
     language = Language()
     replaced: dict[str, Any] = {name: f.fn for name, f in vars(module).items() if isinstance(f, JITFunction)}
+    replaced |= {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
     replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait, "_groups": _nothing}
     replaced |= dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), _nothing)
     replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack}

@@ -29,6 +29,7 @@ EXPECTED = {
     "_look_back",
     "_memory",
     "_mix_rows",
+    "_multiply_tiles",
     "_norm_round",
     "_packed_linear",
     "_plan",
