@@ -168,9 +168,11 @@ def _multiply(
                 if MORE:
                     rest = _rows(buffers, place, N, MORE).permute([1, 0])
                     more_first = warpgroup_mma(w, rest, more_first, is_async=True)
-                if half + part > 0:
-                    # the parts are unrolled: the one before has left its weights
-                    second, more_second, w2 = warpgroup_mma_wait(GROUPS, deps=[second, more_second, w2])  # noqa: F821
+                if half + part == 0:
+                    # nothing runs yet
+                    w2 = w
+                else:
+                    second, more_second, w2 = warpgroup_mma_wait(GROUPS, deps=[second, more_second, w2])
                     if part == 0:
                         _release(empty, (turn - 1) % _STAGES)
                 w2 = _decode(word2, scale2, half, part, N)
