@@ -471,7 +471,7 @@ def _many_experts(
     for up, rows, one, two, out in ((True, x, w1, w3, inner), (False, inner, w2, w2, choice)):
         _multiply_tiles[(_PROGRAMS,)](
             rows, weights_TK, count, first, tile, member, *one[:2], *two[:2], out, experts - 1, *one.codes.shape[1:3],
-            out.shape[1], k, limit, UP=up, HALF_OUT=half, ROUNDED=up and round_inner, num_warps=4, launch_pdl=True,
+            out.shape[1], k, limit, UP=up, HALF_OUT=half, ROUNDED=up and round_inner, num_warps=4, launch_pdl=AHEAD,
         )  # fmt: skip
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
     _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
