@@ -291,7 +291,7 @@ def _halves(
 
 def _widen_nibbles(word: Value, scale: Value) -> tuple[Value, ...]:
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values]) * 2.0**-14
+    values = torch.cat([values, -values]) * 2.0**-6
 
     def nibble(place: int) -> Callable[[Tensor], Tensor]:
         return lambda words: values[(words >> 4 * place) & 15]

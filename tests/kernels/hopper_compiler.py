@@ -199,10 +199,11 @@ def call_all(size: dict[str, int]) -> None:
         packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
-    for count in (rows, 32, 64, 512):
+    for count in (1, rows, 32, 64, 512):
         packed_linear.packed_linear(torch.zeros(count, hidden, **half), codes, tiles, FP8)
     packed_linear.packed_linear(torch.zeros(rows, hidden), codes, tiles, None)
-    packed_linear.packed_grouped_linear(x, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
+    for part in (x, x[:1]):
+        packed_linear.packed_grouped_linear(part, codes.unsqueeze(0), tiles.unsqueeze(0), FP8)
     sublayer = Sublayer(
         torch.zeros(24, 4 * hidden),
         torch.zeros(3),

@@ -284,7 +284,16 @@ def test_paged_attention(
 
 @pytest.mark.parametrize(
     ("heads", "window", "k", "shares"),
-    [(5, 21, 40, 1), (3, 133, 100, 2), release(64, 128, 0, 1), release(64, 128, 512, 1), release(64, 128, 512, 10)],
+    [
+        (5, 21, 40, 1),
+        (3, 133, 100, 2),
+        (3, 133, 0, 1),
+        release(64, 128, 0, 1),
+        # a window and a draft's block
+        release(64, 133, 0, 2),
+        release(64, 128, 512, 1),
+        release(64, 128, 512, 10),
+    ],
 )
 def test_wide_attention(
     device: str, heads: int, window: int, k: int, shares: int, monkeypatch: pytest.MonkeyPatch
@@ -679,6 +688,31 @@ def test_packed_linear(device: str, dtype: torch.dtype, rows: int, channels: int
         assert torch.equal(got, again)
 
 
+@pytest.mark.parametrize(
+    ("groups", "channels", "outputs", "rounded"),
+    # less than a step, several groups, shares of which the last is short
+    [
+        (1, 96, 64, False),
+        (2, 384, 64, True),
+        (1, 1184, 96, True),
+        release(1, 1280, 32768, False),
+        release(1, 8192, 5120, False),
+        release(8, 4096, 1024, True),
+    ],
+)
+def test_one_row(device: str, groups: int, channels: int, outputs: int, rounded: bool) -> None:
+    """One bfloat16 row; twice, since shares leave their counters at zero. The outputs of each group differ in scale."""
+    x = torch.randn(1, groups, channels + 32, device=device).bfloat16()[..., 32:]
+    size = torch.tensor([1.0, 1e-3], device=device).repeat_interleave(32).repeat(outputs // 32)[:outputs, None]
+    packed = [fp8.quantize_tiles(torch.randn(outputs, channels, device=device) * size) for _ in range(groups)]
+    codes, tiles = (torch.stack(parts) for parts in zip(*packed, strict=True))
+    spec = FP8 if rounded else None
+    got, want = both(lambda: dense.packed_grouped_linear(x, codes, tiles, spec))
+    again, _ = both(lambda: dense.packed_grouped_linear(x, codes, tiles, spec))
+    assert torch.equal(got, again)
+    assert packed_error(got, want, torch.bfloat16, device) < (3.0 if rounded else 1.0)
+
+
 def packed_error(got: Tensor, want: Tensor, dtype: torch.dtype, device: str) -> float:
     """Of the outputs of each scale, in units of what is allowed."""
     assert got.isfinite().all()
@@ -696,6 +730,8 @@ def test_packed_linear_reads_every_code_and_scale(device: str, dtype: torch.dtyp
         tiles = torch.tensor([[exponent, 127]], dtype=torch.uint8, device=device)
         got, want = both(lambda tiles=tiles: dense.packed_linear(x, codes, tiles, None))
         assert torch.equal(got, want)
+        got, _ = both(lambda tiles=tiles: dense.packed_linear(x[5:6], codes, tiles, None))
+        assert torch.equal(got, want[5:6])
 
 
 @pytest.mark.parametrize("rounded", [True, False])

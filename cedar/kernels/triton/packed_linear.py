@@ -3,7 +3,8 @@
 Few rows: the weight is the long side of the product and the rows the short one, each byte is read once a block of
 rows and widened on its way from shared memory to the product, in planes (even channels, odd channels): two codes a
 word become two operands without a shuffle. Long inputs are cut into shares that run side by side and are added by
-a second kernel, in a fixed order. Many rows: the weight is widened once into a passing copy for a library's product.
+a second kernel, in a fixed order. One row has a kernel of its own (`one_row`). Many rows: the weight is widened once
+into a passing copy for a library's product.
 
 T rows, G groups, I channels in, O channels out of a group, P rows of a block, B outputs of a block, K channels of a
 step.
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.formats.spec import FP8, FormatSpec
+from cedar.kernels.triton import one_row
 from cedar.kernels.triton.chain import AHEAD, follow
 from cedar.kernels.triton.device import is_half_or_float, unavailable
 from cedar.kernels.triton.few_rows import operand, round_channels
@@ -240,6 +242,8 @@ def _few_rows(x_TGI: Tensor, codes_GOI: Tensor, scales: Tensor, spec: FormatSpec
     if (x_TGI.data_ptr() | (x_TGI.stride(0) | x_TGI.stride(1)) * x_TGI.element_size()) % 16:
         # pairs of channels are read as one word
         x_TGI = x_TGI.contiguous()
+    if num_rows == 1 and one_row.fits(x_TGI[0], codes_GOI):
+        return one_row.one_row(x_TGI[0], codes_GOI, scales, spec is not None).unsqueeze(0)
     blocks = _blocks(num_rows, x_TGI.dtype)
     tiles, row_blocks = num_groups * triton.cdiv(outputs, blocks.B), triton.cdiv(num_rows, blocks.P)
     steps = triton.cdiv(channels, blocks.K)

@@ -246,7 +246,7 @@ def paged_attention(
 
     Args:
         shares: Of a row's keys, side by side; as many as pay if None.
-        wide: Whether `wide_attention` runs; where it was measured if None.
+        wide: Whether `wide_attention` runs, whose window is no longer than its ring; where it was measured if None.
     """
     num_rows, num_heads, channels = query_THC.shape
     output_THC = torch.empty(num_rows, num_heads, channels, device=query_THC.device, dtype=query_THC.dtype)
@@ -257,9 +257,8 @@ def paged_attention(
     # unused pointers must still be tensors
     stored, page_SP, entry_slot_T = (window, slot_T, slot_T) if entries is None else entries
     if wide is None:
-        # a window alone has run in it on torch tensors only
-        wide = _WIDE and entries is not None and not exact and channels == 512 and num_selected <= 4096
-        wide = wide and _of_words(window) and _of_words(stored)
+        wide = _WIDE and not exact and channels == 512 and num_selected <= 4096
+        wide = wide and num_window <= window.codes_PNX.shape[1] and _of_words(window) and _of_words(stored)
     tile = 16 if exact and channels > 128 else min(64, max(16, next_power_of_2(max(num_window, num_selected))))
     num_tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_selected, tile)
     if shares is None:

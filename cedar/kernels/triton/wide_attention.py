@@ -31,33 +31,29 @@ def _groups(last):
 def _widen_nibbles(word, scale):
     """Words of nibbles times a pair of equal float16 scales -> words of even channels 0 to 1, 2 to 3, odd ones alike.
 
-    A nibble's bits in float16's places are 2**-14 of its value.
+    A nibble's bits in E4M3's places are 2**-6 of its value.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 low, high, a, b;
-        prmt.b32 low, $4, 0, 0x4140;
-        prmt.b32 high, $4, 0, 0x4342;
-        shl.b32 a, low, 9;
-        shl.b32 b, low, 12;
-        and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        .reg .b32 a, b;
+        .reg .b16 low, high;
+        shl.b32 a, $4, 4;
+        shl.b32 b, $4, 2;
+        and.b32 b, b, 0x1C1C1C1C;
+        lop3.b32 a, a, 0x80808080, b, 0xEA;
+        mov.b32 {low, high}, a;
+        cvt.rn.f16x2.e4m3x2 a, low;
+        cvt.rn.f16x2.e4m3x2 b, high;
         mul.rn.f16x2 $0, a, $5;
-        shl.b32 a, high, 9;
-        shl.b32 b, high, 12;
-        and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA;
-        mul.rn.f16x2 $1, a, $5;
-        shl.b32 a, low, 5;
-        shl.b32 b, low, 8;
-        and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA;
+        mul.rn.f16x2 $1, b, $5;
+        shr.u32 b, $4, 2;
+        and.b32 b, b, 0x1C1C1C1C;
+        lop3.b32 a, $4, 0x80808080, b, 0xEA;
+        mov.b32 {low, high}, a;
+        cvt.rn.f16x2.e4m3x2 a, low;
+        cvt.rn.f16x2.e4m3x2 b, high;
         mul.rn.f16x2 $2, a, $5;
-        shl.b32 a, high, 5;
-        shl.b32 b, high, 8;
-        and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA;
-        mul.rn.f16x2 $3, a, $5;
+        mul.rn.f16x2 $3, b, $5;
         }""",
         "=&r,=&r,=&r,=&r,r,r",
         [word, scale],
@@ -126,7 +122,7 @@ def _fill_entries(even_words, odd_words, word, factor, J: gl.constexpr, C: gl.co
     """Keys of 2**-7 of their value: exact in float16."""
     wide = factor.to(gl.uint16)
     # E4M3 in float16's fields is 2**-8 of its value; a NaN code becomes 480
-    scale = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(gl.float16, bitcast=True) * 32768.0
+    scale = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(gl.float16, bitcast=True) * 128.0
     bits = scale.to(gl.float16).to(gl.uint16, bitcast=True).to(gl.uint32)
     even0, even1, odd0, odd1 = _widen_nibbles(word, gl.expand_dims(bits | (bits << 16), 2))
     even_words.store(gl.reshape(gl.join(even0, even1), [J, C // 4]))
@@ -134,15 +130,16 @@ def _fill_entries(even_words, odd_words, word, factor, J: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def _read_window(window, start, oldest, position, RING: gl.constexpr, J: gl.constexpr, C: gl.constexpr):
+def _read_window(window, tile, low, base, num_window, RING: gl.constexpr, J: gl.constexpr, C: gl.constexpr):
     """Words and scales of a tile of window rows; what lies outside the window reads as zeros."""
     codes_ptr, scales_ptr, code_row, scale_row = window
     GROUPS: gl.constexpr = gl.SliceLayout(2, _groups(4))
     group = gl.expand_dims(gl.arange(0, C // 16, layout=gl.SliceLayout(0, GROUPS)), 0)
     each = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, _groups(4))))
-    where = start + gl.arange(0, J, layout=gl.SliceLayout(1, GROUPS))
-    there = (where >= oldest) & (where <= position)
-    row = (gl.where(there, where, 0) % RING).to(gl.int32)
+    column = tile * J + gl.arange(0, J, layout=gl.SliceLayout(1, GROUPS))
+    there = (column >= low) & (column < num_window)
+    row = base + column
+    row = gl.where(there, gl.where(row >= RING, row - RING, row), 0)
     there = gl.expand_dims(there, 1)
     code = gl.expand_dims(gl.expand_dims(row * (code_row // 4), 1) + 4 * group, 2)
     code = codes_ptr.to(gl.pointer_type(gl.uint32)) + code + gl.expand_dims(gl.expand_dims(each, 0), 0)
@@ -150,6 +147,13 @@ def _read_window(window, start, oldest, position, RING: gl.constexpr, J: gl.cons
     word = gl.load(code, mask=gl.expand_dims(there, 2), other=0)
     exponent = gl.load(scales_ptr + gl.expand_dims(row * scale_row, 1) + group // 2, mask=there, other=127)
     return word, exponent
+
+
+@gluon.jit
+def _first_visible(position, floor, num_window):
+    """The first of a window's columns that counts."""
+    start = position - num_window + 1
+    return gl.maximum(gl.maximum(floor, 0) - start, 0).to(gl.int32)
 
 
 @gluon.jit
@@ -162,15 +166,15 @@ def _fill_window(even_words, odd_words, word, exponent, J: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def _visible(table, tile, window_tiles, start, oldest, position, scale, SCORES: gl.constexpr, J: gl.constexpr):
+def _visible(table, tile, window_tiles, low, num_window, scale, SCORES: gl.constexpr, J: gl.constexpr):
     """(keys that count, log2 of what their weights are multiplied by, factor of their scores).
 
     Weights of entries are 2**11 of their value because their keys are 2**-11 of a window key's.
     """
     key = gl.arange(0, J, layout=gl.SliceLayout(0, SCORES))
     if tile < window_tiles:
-        where = start + tile * J + key
-        there = ((where >= oldest) & (where <= position)).to(gl.int32)
+        column = tile * J + key
+        there = ((column >= low) & (column < num_window)).to(gl.int32)
         lift = 0.0
         factor = scale * 0.0625
     else:
@@ -183,10 +187,11 @@ def _visible(table, tile, window_tiles, start, oldest, position, scale, SCORES: 
 @gluon.jit
 def _softmax(score, there, lift, factor, best, total, H: gl.constexpr, J: gl.constexpr):
     """One tile of scores into the running softmax: (weights, what older ones shrink by, maxima, sums)."""
-    score = gl.where(there, score * factor, -1e30)
-    higher = gl.maximum(best, gl.max(score, axis=1))
+    # far below the least maximum, so that its weight is zero
+    score = gl.where(there, score, -1e36)
+    higher = gl.maximum(best, gl.max(score, axis=1) * factor)
     shrink = gl.exp2(best - higher)
-    weight = gl.where(there, gl.exp2(score - gl.expand_dims(higher - lift, 1)), 0.0)
+    weight = gl.exp2(score * factor - gl.expand_dims(higher - lift, 1))
     # each warp group adds up its own keys
     own = gl.sum(gl.reshape(weight, [H, 2, J // 2]), axis=2) * gl.exp2(-lift)
     total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout)), 1) + own
@@ -212,11 +217,13 @@ def _gather(
     gl.thread_barrier()
     window = (codes_ptr + slot * code_page, scales_ptr + slot * scale_page, code_row, scale_row)
     window_tiles = gl.cdiv(num_window, J)
-    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
+    low = _first_visible(position, floor, num_window)
+    # position may be below the window's length
+    base = ((position + RING - num_window + 1) % RING).to(gl.int32)
     for tile in range(first, gl.minimum(window_tiles, last)):
         step = tile - first
         buffer = step & 1
-        word, exponent = _read_window(window, start + tile * J, oldest, position, RING, J, C)
+        word, exponent = _read_window(window, tile, low, base, num_window, RING, J, C)
         mbarrier.wait(empty.index(buffer), 1 - (step >> 1 & 1))
         _fill_window(even_words.index(buffer), odd_words.index(buffer), word, exponent, J, C)
         fence_async_shared()
@@ -250,7 +257,7 @@ def _multiply(
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
     window_tiles = gl.cdiv(num_window, J)
     position, floor = gl.load(position_ptr + t), gl.load(floor_ptr + t)
-    start, oldest = position - num_window + 1, gl.maximum(floor, 0)
+    low = _first_visible(position, floor, num_window)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0])
     PLANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     head = gl.expand_dims(gl.arange(0, H, layout=gl.SliceLayout(1, ROWS)), 1)
@@ -274,7 +281,7 @@ def _multiply(
     score = gl.zeros([H, J], gl.float32, SCORES)
     score = warpgroup_mma(queries.index(0), even_keys.index(0).permute([1, 0]), score, use_acc=False, is_async=True)
     score = warpgroup_mma(queries.index(1), odd_keys.index(0).permute([1, 0]), score, is_async=True)
-    there, lift, size = _visible(table, first, window_tiles, start, oldest, position, scale, SCORES, J)
+    there, lift, size = _visible(table, first, window_tiles, low, num_window, scale, SCORES, J)
     score = warpgroup_mma_wait(0, deps=[score])
     weight, shrink, best, total = _softmax(score, there, lift, size, best, total, H, J)
     weights.index(0).store(weight.to(gl.float16))
@@ -296,7 +303,7 @@ def _multiply(
             queries.index(still), even_keys.index(other).permute([1, 0]), score, use_acc=False, is_async=True
         )
         score = warpgroup_mma(queries.index(still + 1), odd_keys.index(other).permute([1, 0]), score, is_async=True)
-        there, lift, size = _visible(table, tile + 1, window_tiles, start, oldest, position, scale, SCORES, J)
+        there, lift, size = _visible(table, tile + 1, window_tiles, low, num_window, scale, SCORES, J)
         even, odd = warpgroup_mma_wait(2, deps=[even, odd])
         # both warp groups are done with this buffer
         gl.thread_barrier()
