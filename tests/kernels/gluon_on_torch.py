@@ -17,12 +17,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 # integers are held as int64, whatever their width
 _TYPES = {
     "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8,
-    "uint16": torch.uint16, "int32": torch.int32, "uint32": torch.int32, "int64": torch.int64,
+    "int16": torch.int16, "uint16": torch.uint16, "int32": torch.int32, "uint32": torch.int32, "int64": torch.int64,
 }  # fmt: skip
 
 
@@ -52,6 +53,8 @@ class Value:
             return Value(self.data.to(torch.int16).view(torch.float16))
         if dtype == torch.float32:
             return Value(self.data.to(torch.int32).view(torch.float32))
+        if dtype == torch.int32:
+            return Value(self.data.view(torch.int32))
         return Value(self.data.view(torch.int16).long() & 0xFFFF)
 
 
@@ -129,7 +132,8 @@ class Language:
     constexpr = object
 
     def __init__(self) -> None:
-        self.place = self.grid = (0, 0)
+        self.place: tuple[int, ...] = (0, 0)
+        self.grid: tuple[int, ...] = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -183,8 +187,8 @@ class Language:
             return Pointer(x.storage, x.offset.unsqueeze(axis), x.dtype)
         return Value(x.data.unsqueeze(axis))
 
-    def where(self, condition: Value, x: Any, y: Any) -> Value:
-        return Value(torch.where(condition.data, _plain(x), _plain(y)))
+    def where(self, condition: Any, x: Any, y: Any) -> Value:
+        return Value(torch.where(torch.as_tensor(_plain(condition)), _plain(x), _plain(y)))
 
     def maximum(self, x: Any, y: Any) -> Value:
         return Value(torch.maximum(torch.as_tensor(_plain(x)), torch.as_tensor(_plain(y))))
@@ -198,14 +202,23 @@ class Language:
     def sum(self, x: Value, axis: int) -> Value:
         return Value(x.data.sum(axis))
 
+    def abs(self, x: Value) -> Value:
+        return Value(x.data.abs())
+
+    def exp(self, x: Value) -> Value:
+        return Value(torch.exp(x.data))
+
     def exp2(self, x: Any) -> Value:
         return Value(torch.exp2(torch.as_tensor(_plain(x))))
 
-    def cdiv(self, x: int, y: int) -> int:
-        return -(-x // y)
+    def cdiv(self, x: Any, y: int) -> Any:
+        return (x + y - 1) // y
 
     def reshape(self, x: Value, shape: list[int]) -> Value:
         return Value(x.data.reshape(shape))
+
+    def permute(self, x: Value, order: list[int]) -> Value:
+        return Value(x.data.permute(order))
 
     def join(self, x: Value, y: Value) -> Value:
         return Value(torch.stack([x.data, y.data], dim=-1))
@@ -224,22 +237,25 @@ class Language:
 
     def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
         with ThreadPoolExecutor(len(parts)) as pool:
-            # the one that others wait for says best what went wrong
-            for done in reversed([pool.submit(part, *arguments) for part, arguments in parts]):
-                done.result()
+            running = [pool.submit(part, *arguments) for part, arguments in parts]
+            errors = [error for part in running if (error := part.exception())]
+            # an assertion is that of one who waited in vain for another
+            for error in sorted(errors, key=lambda error: isinstance(error, AssertionError)):
+                raise error
 
 
 class Barriers:
-    """`mbarrier`: a word of shared memory counts the phases that are over, one for each arrival."""
+    """`mbarrier`: a word of shared memory counts the phases that are over; also how `async_copy` arrives."""
 
     MBarrierLayout = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self._changed = Condition()
+        self._missing: dict[int, tuple[int, int]] = {}
 
     def init(self, barrier: Shared, count: int) -> None:
-        assert count == 1
         barrier.data.zero_()
+        self._missing[barrier.data.data_ptr()] = count, count
 
     def wait(self, barrier: Shared, phase: Any) -> None:
         with self._changed:
@@ -247,8 +263,20 @@ class Barriers:
 
     def arrive(self, barrier: Shared, count: int) -> None:
         with self._changed:
-            barrier.data.add_(1)
+            every, missing = self._missing[barrier.data.data_ptr()]
+            assert count <= missing
+            barrier.data.add_(int(missing == count))
+            self._missing[barrier.data.data_ptr()] = every, missing - count or every
             self._changed.notify_all()
+
+    def async_copy_global_to_shared(self, shared: Shared, pointer: Pointer, mask: Value) -> None:
+        offset, there = torch.broadcast_tensors(pointer.offset, mask.data)
+        shared.data[there] = pointer.elements()[offset[there]]
+
+    def mbarrier_arrive(self, barrier: Shared, increment_count: bool) -> None:
+        """Each of the threads that copied."""
+        assert not increment_count
+        self.arrive(barrier, self._missing[barrier.data.data_ptr()][0])
 
 
 def _product(a: Any, b: Shared, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:
@@ -288,6 +316,16 @@ def _widen_bytes(word: Value, scale: Value) -> tuple[Value, ...]:
     return tuple(_halves(word.data, scale.data, byte(a), byte(b)) for a, b in ((0, 2), (1, 3)))
 
 
+def _widen(word: Value, scale: Value) -> tuple[Value, ...]:
+    bits = word.data & 0xFFFFFFFF
+    pairs = bits, bits << 3, (bits << 6) ^ (bits << 1), (bits << 9) ^ (bits << 2)
+
+    def half(shift: int) -> Callable[[Tensor], Tensor]:
+        return lambda pair: ((pair & 0x8E008E00) >> shift & 0xFFFF).to(torch.int16).view(torch.float16)
+
+    return tuple(_halves(pair, scale.data, half(0), half(16)) for pair in pairs)
+
+
 def _pack(even: Value, odd: Value) -> Value:
     low, high = (x.data.bfloat16().view(torch.int16).long() for x in (even, odd))
     return Value((low & 0xFFFF) | (high << 16))
@@ -302,13 +340,15 @@ def interpreted(module: ModuleType, kernel: str) -> Iterator[Any]:
     """The module's kernel, to be launched as one: `kernel[grid](...)`."""
     language = Language()
     replaced: dict[str, Any] = {name: f.fn for name, f in vars(module).items() if isinstance(f, JITFunction)}
+    replaced |= {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
     replaced |= {"gl": language, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait, "_groups": _nothing}
     replaced |= dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), _nothing)
     replaced |= {"_widen_nibbles": _widen_nibbles, "_widen_bytes": _widen_bytes, "_pack": _pack}
-    replaced["mbarrier"] = Barriers()
+    replaced |= {"_ask": _nothing, "_widen": _widen, "mbarrier": (barriers := Barriers()), "async_copy": barriers}
+    replaced = {name: value for name, value in replaced.items() if hasattr(module, name)}
 
     class Launcher:
-        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
                 pointers = [Pointer.of(a) if isinstance(a, Tensor) else a for a in arguments]
                 language.grid = grid

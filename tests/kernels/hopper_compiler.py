@@ -190,6 +190,16 @@ def call_all(size: dict[str, int]) -> None:
     # wider tiles; the widest take 20 s
     many = (tensor.repeat(2 * num_experts, 1) for tensor in (u, ids, weights))
     packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
+    plan, code, scale = (torch.zeros(n, dtype=torch.int32) for n in (16, 4 * 2048, 4 * 128))
+    # many rows; half a minute each, so gates and ups at the release's shape alone
+    for up in (True, False) if hidden > 1024 else (False,):
+        packed_experts._multiply_tiles[(132,)](
+            u.half(), weights, plan, plan, plan, plan, code, scale, code, scale, u.half() if up else u, 15, 4, 1, 256,
+            6, 10.0, UP=up, HALF_OUT=True, ROUNDED=up, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+    if hidden > 1024:
+        many = (tensor.repeat(128, 1) for tensor in (u, ids, weights))
+        packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
     tiles = torch.zeros(size["latent"] // 32, hidden // 32, dtype=torch.uint8)
     codes = torch.zeros(size["latent"], hidden, dtype=torch.uint8)
     for count in (1, rows, 32, 64, 512):

@@ -31,6 +31,7 @@ EXPECTED = {
     "_look_back",
     "_memory",
     "_mix_rows",
+    "_multiply_tiles",
     "_norm_round",
     "_one_row",
     "_packed_linear",

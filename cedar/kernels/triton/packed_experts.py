@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
-from cedar.kernels.triton.chain import AHEAD, follow
+from cedar.kernels.triton.chain import AHEAD, HOPPER, follow
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
+from cedar.kernels.triton.wide_experts import CAPACITY, _multiply_tiles
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_experts", "unavailable"]
 
@@ -30,6 +31,12 @@ FORWARD_ONLY = ("packed_experts",)
 _MAX_CHOICES, _FEW_ROWS = 65536, 128
 _MAX_EXPERTS = 512
 _STEP = 256
+# warp groups multiply on Hopper alone; without a GPU kernels are compiled for it
+_WIDE = HOPPER and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
+# rows an expert above which `wide_experts` runs; choices and channels of one of its plan's programs
+_MANY, _CHUNK, _PIECE = 24, 512, 4096
+# programs that fill a Hopper chip
+_PROGRAMS = 132
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -101,6 +108,58 @@ def _plan(
         tl.store(x_ptr + row * width + position, x.to(tl.float16), mask=(position < width) & (row < num_rows))
         place = piece * C + tl.arange(0, C)
         tl.store(arrived_ptr + place, tl.zeros([C], tl.int32), mask=place < num_arrived)
+
+
+@triton.jit
+def _rank(
+    ids_ptr, u_ptr, x_ptr, count_ptr, rank_ptr, num_choices, chunks, channels, A: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The first programs number an expert's choices, in any order; each other one permutes C channels of a row."""
+    follow()
+    if tl.program_id(0) < chunks:
+        choice = tl.program_id(0) * A + tl.arange(0, A)
+        known = choice < num_choices
+        ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+        tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+    else:
+        piece = tl.program_id(0) - chunks
+        pieces = tl.cdiv(channels, C)
+        row = (piece // pieces).to(tl.int64)
+        position = piece % pieces * C + tl.arange(0, C)
+        channel = _channel(position, 16)
+        x = tl.load(u_ptr + row * channels + channel, mask=channel < channels, other=0.0)
+        tl.store(x_ptr + row * channels + position, x.to(tl.float16), mask=position < channels)
+
+
+@triton.jit
+def _place(
+    ids_ptr, count_ptr, rank_ptr, first_ptr, tile_ptr, member_ptr, num_choices,
+    A: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Each program places A choices and clears what is left of 16 experts' last tiles."""
+    follow()
+    expert = tl.arange(0, E)
+    tiles = (tl.load(count_ptr + expert) + N - 1) // N
+    first = tl.cumsum(tiles, axis=0) - tiles
+    # every program has its own, to look things up in
+    first_ptr += tl.program_id(0) * E
+    tl.store(first_ptr + expert, first)
+    if tl.program_id(0) == 0:
+        for tile in range(tl.max(tiles, axis=0)):
+            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
+    tl.debug_barrier()
+    choice = tl.program_id(0) * A + tl.arange(0, A)
+    known = choice < num_choices
+    ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
+    rank = tl.load(rank_ptr + choice, mask=known, other=0)
+    tl.store(member_ptr + tl.load(first_ptr + ids, mask=known, other=0) * N + rank, choice, mask=known)
+    mine = tl.program_id(0) * 16 + tl.arange(0, 16)
+    there = mine < E
+    count = tl.load(count_ptr + mine, mask=there, other=0)
+    place = tl.load(first_ptr + mine, mask=there, other=0) * N + count
+    slot = tl.arange(0, N)
+    missing = (count + N - 1) // N * N - count
+    tl.store(member_ptr + place[:, None] + slot[None, :], -1, mask=slot[None, :] < missing[:, None])
 
 
 @triton.jit
@@ -377,6 +436,48 @@ def _shape(num_choices: int, num_experts: int, tiled: bool, paired: bool) -> _Sh
     return _Shape(64, 16, 128, 128)
 
 
+def _many_experts(
+    u_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w1: Tiled,
+    w3: Tiled,
+    w2: Tiled,
+    limit: float,
+    round_inner: bool,
+) -> Tensor:
+    """By `wide_experts`, which takes tiles of up to 128 rows and chooses their width itself."""
+    (num_rows, channels), k = u_TD.shape, ids_TK.shape[1]
+    num_experts, num_choices, half = w1.codes.shape[0], num_rows * k, u_TD.dtype == torch.bfloat16
+    num_tiles = min(num_choices, num_experts) + num_choices // CAPACITY
+    experts, chunks = next_power_of_2(num_experts), triton.cdiv(num_choices, _CHUNK)
+    placing = max(chunks, triton.cdiv(experts, 16))
+    new: dict[str, Any] = {"device": u_TD.device}
+    # each part aligned, so that one compiled kernel serves all sizes
+    sizes = num_choices, placing * experts, num_tiles, num_tiles * CAPACITY
+    parts = [-(-size // 16) * 16 for size in sizes]
+    count = torch.zeros(experts, dtype=torch.int32, **new)
+    rank, first, tile, member = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
+    x = torch.empty(num_rows, channels, dtype=torch.float16, **new)
+    _rank[(chunks + num_rows * triton.cdiv(channels, _PIECE),)](
+        ids_TK, u_TD, x, count, rank, num_choices, chunks, channels, A=_CHUNK, C=_PIECE, num_warps=4, launch_pdl=AHEAD
+    )
+    _place[(placing,)](
+        ids_TK, count, rank, first, tile, member, num_choices, A=_CHUNK, E=experts, N=CAPACITY, num_warps=4,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+    inner = torch.empty(num_choices, w1.outputs, dtype=torch.float16, **new)
+    choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
+    for up, rows, one, two, out in ((True, x, w1, w3, inner), (False, inner, w2, w2, choice)):
+        _multiply_tiles[(_PROGRAMS,)](
+            rows, weights_TK, count, first, tile, member, *one[:2], *two[:2], out, experts - 1, *one.codes.shape[1:3],
+            out.shape[1], k, limit, UP=up, HALF_OUT=half, ROUNDED=up and round_inner, num_warps=4, launch_pdl=AHEAD,
+        )  # fmt: skip
+    y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
+    _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)
+    return y_TD
+
+
 def packed_experts(
     u_TD: Tensor,
     ids_TK: Tensor,
@@ -386,15 +487,25 @@ def packed_experts(
     w2: Packed | Tiled,
     limit: float,
     round_inner: bool,
+    wide: bool | None = None,
 ) -> Tensor:
+    """As the op.
+
+    Args:
+        wide: Whether `wide_experts` runs; where it was measured if None.
+    """
     (num_rows, channels), k = u_TD.shape, ids_TK.shape[1]
     part = _MAX_CHOICES // k
     if num_rows > part:
         rows = zip(u_TD.split(part), ids_TK.split(part), weights_TK.split(part), strict=True)
-        return torch.cat([packed_experts(*row, w1, w3, w2, limit, round_inner) for row in rows])
+        return torch.cat([packed_experts(*row, w1, w3, w2, limit, round_inner, wide) for row in rows])
     tiled, num_experts, num_choices = isinstance(w1, Tiled), w1.codes.shape[0], num_rows * k
     num_inner = w1.outputs if isinstance(w1, Tiled) else w1.codes.shape[1]
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
+    if wide is None:
+        wide = _WIDE and num_choices > _MANY * num_experts and channels % _STEP == 0 and num_inner % _STEP == 0
+    if wide and isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
+        return _many_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
     paired = w1.codes.shape[1] % 2 == 0 and w2.codes.shape[1] % 2 == 0
     shape = _shape(num_choices, num_experts, tiled, paired)
     capacity = shape.rows + shape.more
