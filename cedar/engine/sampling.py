@@ -42,7 +42,7 @@ def choose_against(
 
     Source: engram-dspark-vision-chat.md 2.4.
     """
-    token_K, weight_K = _weights(logits_V, params)
+    token_K, weight_K = _weights(logits_V.to("cpu"), params)
     p_V = weight_K / weight_K.sum()
     if token_K is not None:
         p_V = torch.zeros(len(logits_V), dtype=p_V.dtype).scatter_(0, token_K, p_V)

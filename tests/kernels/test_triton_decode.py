@@ -263,6 +263,8 @@ def test_advance_routed_among_many(
 ) -> None:
     from cedar.kernels.triton import advance, advance_wide
 
+    if device == "cuda" and channels < 1024:
+        pytest.skip("one launch does it for wide sublayers alone; the interpreter is told otherwise")
     if device == "cpu":
         monkeypatch.setattr(advance, "_NARROW", 0)
         monkeypatch.setattr(advance_wide, "ROW_STEP", 64)
@@ -307,6 +309,8 @@ def test_advance_split(
 ) -> None:
     from cedar.kernels.triton import advance, advance_wide
 
+    if device == "cuda" and inputs < 1024:
+        pytest.skip("one launch does it for wide sublayers alone; the interpreter is told otherwise")
     if device == "cpu":
         monkeypatch.setattr(advance, "_NARROW", 0)
         monkeypatch.setattr(advance_wide, "STORED_STEP", 64)
