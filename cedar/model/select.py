@@ -17,7 +17,7 @@ from cedar.kernels.pages import Paged
 from cedar.model.state import SelectionRule, SharedKV
 
 # float32 products of queries and entries at once: rows beyond them are selected for in turns
-_MOST_PRODUCTS = {"cpu": 1 << 27, "cuda": 1 << 31}
+_MOST_PRODUCTS, _MOST_PRODUCTS_GPU = 1 << 27, 1 << 31
 
 
 @dataclass(slots=True)
@@ -89,7 +89,8 @@ def select_rows(
     key_EI = keys.all()[:num_entries]
     choose = indexer_ops.candidate_blocks if paged is None else indexer_ops.top_blocks
     selections, pools = [], []
-    most = max(1, _MOST_PRODUCTS[query_THI.device.type] // (query_THI.shape[1] * max(num_entries, 1)))
+    products = _MOST_PRODUCTS_GPU if query_THI.is_cuda else _MOST_PRODUCTS
+    most = max(1, products // (query_THI.shape[1] * max(num_entries, 1)))
     for query, weight, visible in zip(*(x.split(most) for x in (query_THI, weight_TH, visible_T)), strict=True):
         score_TE = indexer_ops.index_scores(query, weight, key_EI)
         if rule == "random":

@@ -23,7 +23,7 @@ from cedar.train.tasks import Lookup, Tasks
 # evaluation documents never come from a training seed
 _SEED = 0x5EED
 # tokens of a prompt at once; what a GPU takes is bound by its host
-_CHUNK = {"cpu": 2048, "cuda": 16384}
+_CHUNK, _CHUNK_GPU = 2048, 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def _prefill(model: Transformer, state: SequenceState, prompt_T: Tensor) -> Tens
     """Logits after a prompt that goes on from `state`."""
     stop = state.num_tokens + len(prompt_T)
     logits_TV = torch.empty(0)
-    for chunk in prompt_T.split(_CHUNK[prompt_T.device.type]):
+    for chunk in prompt_T.split(_CHUNK_GPU if prompt_T.is_cuda else _CHUNK):
         logits_TV = model.prefill(state, chunk, prompt_tokens=stop, last_only=True)
     return logits_TV[-1]
 

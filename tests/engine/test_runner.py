@@ -143,6 +143,8 @@ def test_slots_change_no_answer(model: Transformer) -> None:
 
 def test_drafts_in_slots_change_no_answer(draft: Draft) -> None:
     """Greedy, seeded, filtered, with penalties and log-probabilities; the next turn finds the cache as it should be."""
+    if not ON_CPU and not PRETENDED:
+        pytest.skip("exact mode has no slots on a GPU: its batched products may differ with the number of rows")
     model = draft.target
     plain = make_engine(model)
     asked = [replace(request, draft="on") for request in requests(5, 24)]

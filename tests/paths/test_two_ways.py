@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +14,10 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import nano
 from cedar.config.rounding import Rounding
 from cedar.kernels.dispatch import deterministic
+from cedar.model import select
 from cedar.model.sequence import SequenceState
 from cedar.model.transformer import Transformer
-from tests.paths.random_models import configs, random_model
+from tests.paths.random_models import configs, random_model, tiny
 
 pytestmark = pytest.mark.device
 
@@ -153,6 +156,24 @@ def test_packed_samples_do_not_see_each_other(config: ModelConfig, seed: int, le
         for sample, first in zip(samples, firsts, strict=True):
             alone = model(sample[None]).logits_BSV[0]
             torch.testing.assert_close(packed[first : first + len(sample)], alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_whose_scores_do_not_fit_take_turns(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    model = random_model(tiny(), 9)
+    ids = torch.randint(0, model.config.vocab_size, (70,), generator=torch.Generator().manual_seed(9))
+    outcomes = []
+    for most in (1 << 27, 300):
+        for name in ("_MOST_PRODUCTS", "_MOST_PRODUCTS_GPU"):
+            monkeypatch.setattr(select, name, most)
+        state = model.new_state(decoder_replay="off")
+        state.in_place = in_place
+        with nullcontext() if in_place else deterministic():
+            outcomes.append(model.prefill(state, ids))
+    if in_place:
+        torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(*outcomes)
 
 
 def test_bfloat16_ways_agree_in_deterministic_mode() -> None:
