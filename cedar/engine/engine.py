@@ -943,7 +943,8 @@ class Engine:
         # without confidences there is nothing to weigh a row's cost against
         told = any(proposal.confidence is not None for proposal in proposals)
         cost = self._cost.of(len(work)) if told else None
-        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost)
+        spent = time.monotonic() - began
+        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost, spent=spent)
         for one, proposal, width in zip(drafted, proposals, widths, strict=True):
             one.proposal = proposal.cut(self._width_with_room(one.sequence, width))
         self._drafted_s = time.monotonic() - began

@@ -192,6 +192,7 @@ def choose_widths(
     *,
     base_rows: int | None = None,
     cost: Callable[[float], float] | None = None,
+    spent: float = 0.0,
 ) -> list[int]:
     """How many tokens of each proposal are verified when `num_rows` more rows fit into the step.
 
@@ -203,6 +204,8 @@ def choose_widths(
     Args:
         base_rows: Rows that run anyway, each of which gives a token; one a proposal by default.
         cost: Seconds of a step of so many rows; None takes all steps for equal, and so every row that fits.
+        spent: Seconds of the round that proposed, which the step's tokens have to make up for: the more it took, the
+            more rows pay.
 
     Source: engram-dspark-vision-chat.md 2.5.
 
@@ -211,6 +214,8 @@ def choose_widths(
     >>> one = Proposal(ids=(1, 2, 3, 4, 5), confidence=(0.9, 0.8, 0.5, 0.4, 0.3))
     >>> choose_widths([one], 5, cost=lambda rows: 1 / (100, 98, 95, 90, 85, 80)[int(rows) - 1])
     [3]
+    >>> choose_widths([one], 5, cost=lambda rows: 1 / (100, 98, 95, 90, 85, 80)[int(rows) - 1], spent=0.01)
+    [4]
     """
     widths = [len(proposal.ids) for proposal in proposals]
     if cost is None and sum(widths) <= num_rows:
@@ -230,11 +235,11 @@ def choose_widths(
     widths = [0] * len(proposals)
     rows = len(proposals) if base_rows is None else base_rows
     expected = float(rows)
-    best = 0.0 if cost is None else expected / cost(rows)
+    best = 0.0 if cost is None else expected / (spent + cost(rows))
     for negative, _, number in ranked[: max(num_rows, 0)]:
         rows, expected = rows + 1, expected - negative
         if cost is not None:
-            speed = expected / cost(rows)
+            speed = expected / (spent + cost(rows))
             if speed <= best:
                 break
             best = speed

@@ -329,6 +329,8 @@ def test_the_cost_of_a_draft_is_learnt() -> None:
     # a draft costs a tenth of a step: the third stands once in thirty-five times and does not pay
     sure = Proposal(ids=(1, 2, 3), confidence=(0.95, 0.3, 0.1))
     assert choose_widths([sure], 3, cost=cost.of(1)) == [2]
+    # after a round as long as ten steps it does: what is spent already is spent
+    assert choose_widths([sure], 3, cost=cost.of(1), spent=0.1) == [3]
     assert choose_widths([sure], 3, cost=lambda rows: 1.0) == [3]
     assert choose_widths([Proposal(ids=(1,), confidence=(0.01,))], 3, cost=cost.of(1)) == [0]
 
