@@ -157,7 +157,10 @@ class Engine:
         self._running: list[Sequence] = []
         self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
-        self._cost, self._pace = StepCost(), Pace()
+        # to draft or not; to verify all drafts or those that pay
+        self._cost, self._pace, self._breadth = StepCost(), Pace(), Pace()
+        # of the drafts that are verified now, if they were weighed at all
+        self._took_all: bool | None = None
         # seconds that the step's drafts took, 0 for one without
         self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
@@ -759,6 +762,8 @@ class Engine:
         self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
         tokens = sum(len(one.sequence.tokens) for one in work) - before
         self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
+        if self._took_all is not None:
+            self._breadth.note(len(work), self._took_all, tokens, seconds + self._drafted_s)
 
     def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
         """A token and drafts of those who decode and have a slot or get one; returns the others, all if it failed."""
@@ -896,7 +901,7 @@ class Engine:
 
     def _draft(self, work: list[_Work], num_rows: int) -> None:
         """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
-        self._drafted_s = 0.0
+        self._drafted_s, self._took_all = 0.0, None
         if self._runner is not None:
             num_rows = min(num_rows, self._runner.max_step_rows - len(work))
         if self.drafter is None or num_rows <= 0:
@@ -912,7 +917,7 @@ class Engine:
                 continue
             if request.draft == "auto":
                 if pays is None:
-                    pays = self._pace.drafts(len(work))
+                    pays = self._pace.prefers(len(work))
                 if not pays:
                     continue
             assert sequence.sampler is not None
@@ -940,9 +945,11 @@ class Engine:
             log.warning("the drafter failed; the step runs without drafts", exc_info=True)
             return
         proposals = [proposal.cut(request.limit) for request, proposal in pairs]
+        cost = None
         # without confidences there is nothing to weigh a row's cost against
-        told = any(proposal.confidence is not None for proposal in proposals)
-        cost = self._cost.of(len(work)) if told else None
+        if any(proposal.confidence is not None for proposal in proposals):
+            self._took_all = self._breadth.prefers(len(work))
+            cost = None if self._took_all else self._cost.of(len(work))
         spent = time.monotonic() - began
         widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost, spent=spent)
         for one, proposal, width in zip(drafted, proposals, widths, strict=True):

@@ -141,9 +141,11 @@ class StepCost:
 
 
 class Pace:
-    """Whether drafting has been the faster way lately, by how many sequences decode at once.
+    """Which of two ways has been the faster lately, by how many sequences decode at once.
 
-    A pass of the draft costs the same whether its tokens are taken or not, so the choice of widths cannot tell.
+    To draft, or not to: a pass of the draft costs the same whether its tokens are taken or not, so the choice of widths
+    cannot tell. To verify all drafts, or those that pay: rows that fill up a graph or a product cost next to nothing,
+    which a line through what steps took does not show.
     """
 
     # a step in so many goes the other way, to see whether that still holds
@@ -153,35 +155,35 @@ class Pace:
     _KEEP = 0.9
 
     def __init__(self) -> None:
-        # (bucket, drafted) -> steps, and tokens and seconds of which the newest weigh most
+        # (bucket, first way) -> steps, and tokens and seconds of which the newest weigh most
         self._seen: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._turn = 0
 
-    def drafts(self, num_sequences: int) -> bool:
-        """Whether the next step should draft."""
+    def prefers(self, num_sequences: int) -> bool:
+        """Whether the next step should go the first way."""
         bucket = num_sequences.bit_length()
         known = [other for other in {bucket for bucket, _ in self._seen} if self._is_known(other)]
         if not known:
-            without, with_drafts = self._of(bucket)
-            # a few of each, drafting first: it is what the draft is for
-            return with_drafts[0] <= without[0]
+            second, first = self._of(bucket)
+            # a few of each, the first way first: it is what the draft is for
+            return first[0] <= second[0]
         # until a number of sequences has shown its own, the nearest one's counts
-        without, with_drafts = self._of(min(known, key=lambda other: (abs(other - bucket), other)))
-        faster = with_drafts[1] * without[2] >= without[1] * with_drafts[2]
+        second, first = self._of(min(known, key=lambda other: (abs(other - bucket), other)))
+        faster = first[1] * second[2] >= second[1] * first[2]
         self._turn += 1
         return faster != (self._turn % (self._PROBE if bucket in known else self._FIRST_PROBE) == 0)
 
     def _of(self, bucket: int) -> tuple[tuple[int, float, float], tuple[int, float, float]]:
-        """(steps, tokens, seconds) without drafts and with them."""
+        """(steps, tokens, seconds) of the second way and of the first."""
         none = 0, 0.0, 1.0
         return self._seen.get((bucket, False), none), self._seen.get((bucket, True), none)
 
     def _is_known(self, bucket: int) -> bool:
         return min(steps for steps, _, _ in self._of(bucket)) >= self._FIRST
 
-    def note(self, num_sequences: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """A step of so many sequences gave so many tokens."""
-        key = num_sequences.bit_length(), drafted
+    def note(self, num_sequences: int, first: bool, tokens: int, seconds: float) -> None:
+        """A step of so many sequences gave so many tokens, the first way or the second."""
+        key = num_sequences.bit_length(), first
         steps, old_tokens, old_seconds = self._seen.get(key, (0, 0.0, 0.0))
         self._seen[key] = (steps + 1, self._KEEP * old_tokens + tokens, self._KEEP * old_seconds + seconds)
 

@@ -335,19 +335,19 @@ def test_the_cost_of_a_draft_is_learnt() -> None:
     assert choose_widths([Proposal(ids=(1,), confidence=(0.01,))], 3, cost=cost.of(1)) == [0]
 
 
-def test_drafting_goes_on_where_it_was_faster() -> None:
+def test_the_faster_of_two_ways_goes_on() -> None:
     pace = Pace()
     asked = []
     for _ in range(200):
-        asked.append(pace.drafts(1))
+        asked.append(pace.prefers(1))
         # two tokens in one and a half times the time
         pace.note(1, asked[-1], 2 if asked[-1] else 1, 0.015 if asked[-1] else 0.010)
     assert 0.9 < sum(asked) / len(asked) < 1
     asked = []
     for _ in range(200):
-        asked.append(pace.drafts(16))
+        asked.append(pace.prefers(16))
         pace.note(16, asked[-1], 18 if asked[-1] else 16, 0.10 if asked[-1] else 0.06)
     assert 0 < sum(asked[30:]) / len(asked[30:]) < 0.1
     # another number of sequences begins with the nearest one's verdict, and looks for itself now and then
-    assert sum(pace.drafts(9) for _ in range(16)) == 2
-    assert sum(pace.drafts(2) for _ in range(16)) == 14
+    assert sum(pace.prefers(9) for _ in range(16)) == 2
+    assert sum(pace.prefers(2) for _ in range(16)) == 14
