@@ -70,17 +70,19 @@ vectors: setup  ## are the golden files the recorded ones? (scripts/vectors.py -
 page:  ## the chat page, from web/ into cedar/server/static/ (needs Node.js, and the network once)
 	@cd web && npm install --no-package-lock --no-audit --no-fund --silent && npm run --silent build
 
-numbers: setup  ## docs/numbers.md and the README's table, from the planner
+numbers: setup  ## docs/numbers.md and the README's table, from the planner and h200.csv
 	@$(BIN)/python scripts/make_numbers.py
 
 bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
 	@$(BIN)/python benchmarks/cpu.py
 
-bench-gpu: setup  ## kernels (beside PEERS=DIR), layers and decoding on this GPU, into benchmarks/results/h200.csv
+bench-gpu: setup  ## kernels (beside PEERS=DIR), layers, decoding, prompts on this GPU, into benchmarks/results/h200.csv
 	@$(BIN)/python benchmarks/kernels.py $(if $(PEERS),--peers $(PEERS)) --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/decode.py --preset mini,small --contexts 512,4096,131072 --csv $(GPU_ROWS)
-	@$(BIN)/python benchmarks/layers.py --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/decode.py --preset mini,small --prefill 131072,1048576 --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/layers.py --prefill 4096 --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/kernels.py plot
+	@$(BIN)/python scripts/make_numbers.py
 
 size: setup  ## lines of each package against its target
 	@$(BIN)/python scripts/size.py

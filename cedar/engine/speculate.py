@@ -165,7 +165,7 @@ class Pace:
         known = [other for other in {bucket for bucket, _ in self._seen} if self._is_known(other)]
         if not known:
             second, first = self._of(bucket)
-            # a few of each, the first way first: it is what the draft is for
+            # a few of each, the first way first
             return first[0] <= second[0]
         # until a number of sequences has shown its own, the nearest one's counts
         second, first = self._of(min(known, key=lambda other: (abs(other - bucket), other)))
