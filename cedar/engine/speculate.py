@@ -377,29 +377,20 @@ class ModelDrafter:
         position_A = torch.tensor([request.state.num_tokens for request in requests], device=target.device)
         context = torch.stack(rows).to(target.dtype), torch.stack(visible)
         blocks = draft(anchor_A, position_A, *context, target.rounding)
-        return self._chosen(requests, blocks.base_AGV, blocks.hidden_AGD)
-
-    @torch.inference_mode()
-    def _chosen(self, requests: Sequence[DraftRequest], base_AGV: Tensor, hidden_AGD: Tensor) -> list[Proposal]:
-        """Tokens left to right: the likeliest, or drawn."""
-        draft, rounding = self._draft, self._draft.target.rounding
         sampled = [number for number, request in enumerate(requests) if _draws(request)]
-        previous_A = torch.tensor([request.tokens[-1] for request in requests], device=base_AGV.device)
-        tokens, embeddings = [], []
         probs: list[list[Tensor]] = [[] for _ in requests]
-        for place in range(max(request.limit for request in requests)):
-            embedding_AR, bias_AV = draft.markov(previous_A, rounding)
-            logits_AV = base_AGV[:, place] + bias_AV
-            previous_A = logits_AV.argmax(-1)
+
+        def choose(place: int, logits_AV: Tensor) -> Tensor:
+            chosen_A = logits_AV.argmax(-1)
             for number in sampled:
                 request = requests[number]
-                previous_A[number], prob_V = draw(logits_AV[number], request.sampling, request.generator)
-                probs[number].append(prob_V)
-            tokens.append(previous_A)
-            embeddings.append(embedding_AR)
-        confidence_AG = draft.confidence(hidden_AGD[:, : len(tokens)], torch.stack(embeddings, 1), rounding)
-        ids, confidence = torch.stack(tokens, 1).tolist(), confidence_AG.cpu().numpy()
-        return self._proposals(requests, ids, confidence, probs)
+                if place < request.limit:
+                    chosen_A[number], prob_V = draw(logits_AV[number], request.sampling, request.generator)
+                    probs[number].append(prob_V)
+            return chosen_A
+
+        ids_AG, _, confidence_AG = draft.greedy(anchor_A, blocks, target.rounding, choose)
+        return self._proposals(requests, ids_AG.tolist(), confidence_AG.cpu().numpy(), probs)
 
     def _proposals(
         self,
