@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_COUNTERS, _TURNS = 512, 64
+_COUNTERS, _TURNS = 1024, 64
 # by device: the counters, and whose turn it is
 _held: dict[torch.device, tuple[torch.Tensor, list[int]]] = {}
 
