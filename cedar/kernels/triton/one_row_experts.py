@@ -1,10 +1,13 @@
-"""`packed_experts` of one row: no plan, and programs so small that the memory is never without a question.
+"""`packed_experts` of a row or two: nothing is sorted, and the memory always has questions to answer.
 
-A row's choices are experts of its own, so each is a product of one row and nothing is sorted. A program has 32 or 64
-outputs and a share of the channels; its words are loaded steps ahead of their use, into registers, and go to a tensor core
-without passing shared memory. Who comes last adds all shares, always in the same order.
+A row chose experts of its own, so each choice is a product of one row. A program has some outputs and a share of the
+channels; it asks for a step's words before it multiplies the one before it, and they go from registers to the tensor
+core. Of the eight columns that the core multiplies at least, a group of 32 channels takes one: its sum comes out alone
+and is scaled once, where a product of all channels needs each weight scaled. Who comes last adds the shares, always in
+the same order.
 
-K choices of a row, B outputs of a program. A step is 256 channels, a tile 64 outputs.
+What a thread holds is written out as assembly (`_multiply`), so tensors here are in the order of threads: four words
+each, then the next thread. B outputs of a program of B / 16 warps, K choices of a row. A step is 256 channels.
 """
 
 from __future__ import annotations
@@ -19,286 +22,272 @@ from torch import Tensor
 from cedar.kernels.experts import Tiled
 from cedar.kernels.triton.arrivals import counters
 from cedar.kernels.triton.chain import AHEAD, announce, wait
-from cedar.kernels.triton.few_rows import round_channels
 from cedar.kernels.triton.device import INTERPRETED
+from cedar.kernels.triton.few_rows import round_channels
 
 _STEP = 256
 _INTERPRETED = tl.constexpr(INTERPRETED)
-UP = dict(B=32, SHARES=2, DEPTH=1, LATE=True, UNROLL=1, HINT="", warps=2)
-DOWN = dict(B=32, SHARES=1, DEPTH=2, LATE=True, EARLY=True, UNROLL=1, HINT="", warps=2)
+UP = dict(B=64, SHARES=2, LATE=0, PRE=0, UNROLL=1)
+DOWN = dict(B=32, SHARES=1, DEPTH=2, LATE=0, UNROLL=2)
 
 
-@triton.jit
-def _words(codes_ptr, tile, first, step, last, steps, B: tl.constexpr, HINT: tl.constexpr):
-    """A step's words of B outputs; zeros past the end. Their order: half of the step, half of sixteen, lane, word."""
-    place = tl.arange(0, B * 32)
-    place = place // (B * 8) * 512 + place % (B * 8) + first * 8
-    return tl.load(codes_ptr + (tile * steps + step) * 2048 + place, mask=step < last, other=0, eviction_policy=HINT)
+def _multiply() -> str:
+    """A warp's 16 outputs times a step of a row: $0 and $1 are a lane's outputs g and g + 8 over its groups q.
+
+    $16 to $31 are words of codes (half of the step, output, word), $32 to $47 pairs of channels (word, pair), $48 the
+    four scales. Lane 4 g + q has the codes of groups q and 4 + q, and the channels of one of them only if column g is
+    that group's: 2 q in the first half of the step, 2 q + 1 in the second. What the other columns sum up is not read.
+    """
+    lines = [".reg .b32 a<8>, t<2>;", ".reg .f32 d<8>, s<4>;", ".reg .b16 h<4>;"]
+    lines += [f"mov.f32 d{i}, 0f00000000;" for i in range(8)]
+    for half, i in ((half, i) for half in range(2) for i in range(4)):
+        for output in range(2):
+            word = f"${16 + 8 * half + 4 * output + i}"
+            # as `retile` wrote them: pair n of a word is codes n and n + 4, as two float16 of 2**-14 of their values
+            for pair, shifts in enumerate(((), (3,), (6, 1), (9, 2))):
+                lines += [f"shl.b32 t{n}, {word}, {shift};" for n, shift in enumerate(shifts)]
+                lines += ["xor.b32 t0, t0, t1;"] * (len(shifts) == 2)
+                lines.append(f"and.b32 a{2 * pair + output}, {'t0' if shifts else word}, 0x8E008E00;")
+        d = ", ".join(f"d{4 * half + n}" for n in range(4))
+        for pair in (0, 2):
+            a = ", ".join(f"a{2 * pair + n}" for n in range(4))
+            x = f"${32 + 4 * i + pair}, ${33 + 4 * i + pair}"
+            lines.append(f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{d}}}, {{{a}}}, {{{x}}}, {{{d}}};")
+    # a scale is the upper byte of a float16
+    lines += ["prmt.b32 t0, $48, 0, 0x1404;", "prmt.b32 t1, $48, 0, 0x3424;"]
+    lines += ["mov.b32 {h0, h1}, t0;", "mov.b32 {h2, h3}, t1;"]
+    lines += [f"cvt.f32.f16 s{i}, h{i};" for i in range(4)]
+    for output in range(2):
+        first, second = f"d{2 * output}", f"d{5 + 2 * output}"
+        lines.append(f"mul.f32 {first}, {first}, s{output};")
+        lines.append(f"fma.rn.f32 ${output}, {second}, s{2 + output}, {first};")
+    lines += [f"mov.f32 ${i}, 0f00000000;" for i in range(2, 16)]
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
-@triton.jit
-def _scales(scales_ptr, tile, first, step, last, steps, B: tl.constexpr):
-    lane = tl.arange(0, B * 2)
-    return tl.load(scales_ptr + (tile * steps + step) * 128 + first * 2 + lane, mask=step < last, other=0)
-
-
-def _assembly() -> str:
-    """One warp: 16 words a thread times 32 channels, two chains of products, one for each half of the step."""
-    lines = ["{", ".reg .b32 a<4>, b<4>, t<4>;", ".reg .f32 d<4>, e<4>, s<4>;", ".reg .b16 h<4>;"]
-    lines += [f"mov.f32 {name}{i}, 0f00000000;" for name in "de" for i in range(4)]
-    for half, name in enumerate("de"):
+def _pair(half: bool) -> str:
+    """Eight channels, two a word, to words of two float16 whose channels are four apart, as the codes of a pair are."""
+    if half:
+        lines = [f"prmt.b32 ${i}, ${4 + i // 2}, ${6 + i // 2}, {'0x7632' if i % 2 else '0x5410'};" for i in range(4)]
+    else:
+        lines = [".reg .b32 a<8>;"]
         for i in range(4):
-            for a, regs in enumerate("ab"):
-                w = f"${16 + half * 8 + a * 4 + i}"
-                lines += [
-                    f"and.b32 {regs}0, {w}, 0x8E008E00;",
-                    f"shl.b32 t0, {w}, 3;", f"and.b32 {regs}1, t0, 0x8E008E00;",
-                    f"shl.b32 t0, {w}, 6;", f"shl.b32 t1, {w}, 1;", "xor.b32 t0, t0, t1;", f"and.b32 {regs}2, t0, 0x8E008E00;",
-                    f"shl.b32 t0, {w}, 9;", f"shl.b32 t1, {w}, 2;", "xor.b32 t0, t0, t1;", f"and.b32 {regs}3, t0, 0x8E008E00;",
-                ]
-            d = ", ".join(f"{name}{k}" for k in range(4))
-            for p in (0, 2):
-                x0, x1 = f"${32 + i * 4 + p}", f"${33 + i * 4 + p}"
-                lines.append(
-                    f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{d}}}, "
-                    f"{{a{p}, b{p}, a{p + 1}, b{p + 1}}}, {{{x0}, {x1}}}, {{{d}}};"
-                )
-    lines += [
-        "prmt.b32 t0, $48, 0, 0x1404;", "prmt.b32 t1, $48, 0, 0x3424;",
-        "mov.b32 {h0, h1}, t0;", "mov.b32 {h2, h3}, t1;",
-        *(f"cvt.f32.f16 s{i}, h{i};" for i in range(4)),
-        "mul.f32 d0, d0, s0;", "fma.rn.f32 $0, e1, s2, d0;",
-        "mul.f32 d2, d2, s1;", "fma.rn.f32 $1, e3, s3, d2;",
-        *(f"mov.f32 ${i}, 0f00000000;" for i in range(2, 16)), "}",
-    ]
-    return "\n".join(lines)
+            lines += [f"shl.b32 a{2 * i}, ${4 + i}, 16;", f"and.b32 a{2 * i + 1}, ${4 + i}, 0xFFFF0000;"]
+        lines += [f"cvt.rn.f16x2.f32 ${i}, a{4 + i}, a{i};" for i in range(4)]
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
-_ASM = tl.constexpr(_assembly())
-_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 48))
+_MULTIPLY, _OPERANDS = tl.constexpr(_multiply()), tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 48))
+_PAIR_HALF, _PAIR = tl.constexpr(_pair(True)), tl.constexpr(_pair(False))
 
 
 @triton.jit
-def _pairs(x, HALF: tl.constexpr):
-    """Words of two channels, eight a thread -> words of two float16, channels four apart, as the codes of a word are."""
-    if _INTERPRETED:
-        return x
-    if HALF:
-        return tl.inline_asm_elementwise(
-            """{
-            prmt.b32 $0, $4, $6, 0x5410;
-            prmt.b32 $1, $4, $6, 0x7632;
-            prmt.b32 $2, $5, $7, 0x5410;
-            prmt.b32 $3, $5, $7, 0x7632;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=tl.int32, is_pure=True, pack=4,
-        )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a<8>;
-        shl.b32 a0, $4, 16;
-        and.b32 a1, $4, 0xffff0000;
-        shl.b32 a2, $5, 16;
-        and.b32 a3, $5, 0xffff0000;
-        shl.b32 a4, $6, 16;
-        and.b32 a5, $6, 0xffff0000;
-        shl.b32 a6, $7, 16;
-        and.b32 a7, $7, 0xffff0000;
-        cvt.rn.f16x2.f32 $0, a4, a0;
-        cvt.rn.f16x2.f32 $1, a5, a1;
-        cvt.rn.f16x2.f32 $2, a6, a2;
-        cvt.rn.f16x2.f32 $3, a7, a3;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=tl.int32, is_pure=True, pack=4,
-    )  # fmt: skip
+def _ask(codes_ptr, scales_ptr, first_output, step, last, steps, B: tl.constexpr):
+    """A step's words of B outputs and their scales; zeros past the end."""
+    place, lane = tl.arange(0, B * 32), tl.arange(0, B * 2)
+    block, inside = first_output // 64 * steps + step, first_output % 64
+    place = place // (B * 8) * 512 + place % (B * 8) + inside * 8
+    word = tl.load(codes_ptr + block * 2048 + place, mask=step < last, other=0)
+    return word, tl.load(scales_ptr + block * 128 + inside * 2 + lane, mask=step < last, other=0)
 
 
 @triton.jit
 def _place(channel):
-    """Where an inner channel is kept: beside the one four further, as `_pairs` would bring it."""
+    """Where an inner channel is kept: beside the one four further on."""
     return channel // 8 * 8 + channel % 4 * 2 + channel // 4 % 2
 
 
 @triton.jit
-def _x(x_ptr, step, last, channels, B: tl.constexpr, PERMUTED: tl.constexpr):
-    """A step of a row: each thread whose column is its group's has 32 channels."""
+def _row(x_ptr, step, last, channels, B: tl.constexpr, PLACED: tl.constexpr):
+    """A step of a row: 32 channels in a thread whose column is their group's, two a word; others have zeros."""
     if _INTERPRETED:
         channel = step * 256 + tl.arange(0, 256)
-        x = tl.load(x_ptr + (_place(channel) if PERMUTED else channel), mask=(channel < channels) & (step < last), other=0.0)
-        return x.to(tl.float16)
-    place = tl.arange(0, B * 32)
-    lane, part = place // 4 % 32, place // (B * 8)
-    group = step * 8 + lane // 4 % 2 * 4 + lane % 4
-    inside = (lane // 8 == lane % 4) & (group * 32 < channels) & (step < last)
-    words = x_ptr.to(tl.pointer_type(tl.int32))
-    return tl.load(words + group * 16 + part * 4 + place % 4, mask=inside, other=0)
-
-
-@triton.jit
-def _halves(word):
-    low, high = word & 0xFFFF, word >> 16
-    return tl.join(low.to(tl.uint16).to(tl.float16, bitcast=True), high.to(tl.uint16).to(tl.float16, bitcast=True))
-
-
-@triton.jit
-def _interpreted_products(word, scale, x, B: tl.constexpr):
-    M: tl.constexpr = 0x8E008E00
-    word, scale = word.to(tl.uint32, bitcast=True), scale.to(tl.uint32, bitcast=True)
-    a, b, c, d = word & M, (word << 3) & M, ((word << 6) ^ (word << 1)) & M, ((word << 9) ^ (word << 2)) & M
-    w = tl.join(tl.join(_halves(a), _halves(b)), tl.join(_halves(c), _halves(d)))
-    w = tl.reshape(tl.permute(w, (0, 1, 3, 2)), (2, 2, B // 2, 4, 32)).to(tl.float32)
-    y = tl.sum(w * tl.reshape(x, (2, 1, 1, 4, 32)).to(tl.float32), axis=4)
-    # bytes of (half of the step, half of sixteen outputs)
-    first, second = _halves(scale << 8 & 0xFF00FF00), _halves(scale & 0xFF00FF00)
-    factor = tl.permute(tl.join(first, second), (1, 2, 0)).to(tl.float32)
-    y = tl.sum(tl.reshape(y, (2, 2, B * 2)) * factor, axis=0)
-    return tl.trans(y)
+        place = _place(channel) if PLACED else channel
+        x = tl.load(x_ptr + place, mask=(channel < channels) & (step < last), other=0.0).to(tl.float32)
+    else:
+        place = tl.arange(0, B * 32)
+        lane = place // 4 % 32
+        group = step * 8 + lane // 4 % 2 * 4 + lane % 4
+        word = x_ptr.to(tl.pointer_type(tl.int32)) + group * 16 + place // (B * 8) * 4 + place % 4
+        x = tl.load(word, mask=(lane // 8 == lane % 4) & (group * 32 < channels) & (step < last), other=0)
+        if not PLACED:
+            x = tl.inline_asm_elementwise(
+                _PAIR_HALF if x_ptr.dtype.element_ty == tl.float16 else _PAIR, "=&r,=&r,=&r,=&r,r,r,r,r", [x],
+                dtype=tl.int32, is_pure=True, pack=4,
+            )  # fmt: skip
+    return x
 
 
 @triton.jit
 def _products(word, scale, x, B: tl.constexpr):
-    """[2 B, 2] float32: a thread's groups of two outputs."""
+    """[2 B, 2] float32, 2**-7 of a step's products: two outputs of a thread over its groups."""
     if _INTERPRETED:
-        return _interpreted_products(word, scale, x, B)
+        return _interpreted_products(word.to(tl.uint32, bitcast=True), scale.to(tl.uint32, bitcast=True), x, B)
     scale = tl.reshape(tl.broadcast_to(scale[None, :, None], (4, B * 2, 4)), (B * 32,))
-    out = tl.inline_asm_elementwise(_ASM, _CONSTRAINTS, [word, x, scale], dtype=tl.float32, is_pure=True, pack=16)
-    out = tl.permute(tl.reshape(out, (2, 2, B * 2, 2, 2)), (2, 4, 3, 1, 0))
-    return tl.split(tl.split(tl.split(out)[0])[0])[0]
+    y = tl.inline_asm_elementwise(_MULTIPLY, _OPERANDS, [word, x, scale], dtype=tl.float32, is_pure=True, pack=16)
+    # the first two of a thread's sixteen results
+    y = tl.permute(tl.reshape(y, (2, 2, B * 2, 2, 2)), (2, 4, 3, 1, 0))
+    return tl.split(tl.split(tl.split(y)[0])[0])[0]
+
+
+@triton.jit
+def _halves(word):
+    low, high = (word & 0xFFFF).to(tl.uint16), (word >> 16).to(tl.uint16)
+    return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(tl.float32)
+
+
+@triton.jit
+def _interpreted_products(word, scale, x, B: tl.constexpr):
+    """What the assembly does, for the interpreter."""
+    M: tl.constexpr = 0x8E008E00
+    a, b, c, d = word & M, word << 3 & M, ((word << 6) ^ (word << 1)) & M, ((word << 9) ^ (word << 2)) & M
+    w = tl.join(tl.join(_halves(a), _halves(b)), tl.join(_halves(c), _halves(d)))
+    w = tl.reshape(tl.permute(w, (0, 1, 3, 2)), (2, 2, B // 2, 4, 32))
+    y = tl.sum(w * tl.reshape(x, (2, 1, 1, 4, 32)), axis=4)
+    factor = tl.join(_halves(scale << 8 & 0xFF00FF00), _halves(scale & 0xFF00FF00))
+    return tl.trans(tl.sum(tl.reshape(y, (2, 2, B * 2)) * tl.permute(factor, (1, 2, 0)), axis=0))
 
 
 @triton.jit
 def _outputs(total, B: tl.constexpr):
+    """[B] from `_products`, over all groups."""
     total = tl.sum(tl.reshape(total, (B // 16, 8, 4, 2)), axis=2)
-    return tl.reshape(tl.permute(total, (0, 2, 1)), (B,))
+    return tl.reshape(tl.permute(total, (0, 2, 1)), (B,)) * 128.0
 
 
 @triton.jit
-def _up_one(
+def _prefetch(pointer, NUM: tl.constexpr):
+    """One thread asks the L2 cache for NUM bytes."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread, size;
+            mov.u32 thread, %tid.x;
+            mov.u32 size, $2;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], size;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [pointer.to(tl.int64), NUM], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _activate(gate, up, weight_ptr, inner_ptr, first_output, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr):
+    """SwiGLU times the routing weight, rounded."""
+    B: tl.constexpr = gate.shape[0]
+    gate = tl.minimum(gate.to(DTYPE).to(tl.float32), limit)
+    up = tl.minimum(tl.maximum(up.to(DTYPE).to(tl.float32), -limit), limit)
+    y = (gate * tl.sigmoid(gate) * up * tl.load(weight_ptr)).to(DTYPE).to(tl.float32)
+    if ROUNDED:
+        y = tl.reshape(round_channels(tl.reshape(y, (1, B)), 1, B, 0, 32), (B,))
+    tl.store(inner_ptr + _place(first_output + tl.arange(0, B)), y.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["steps_a_share"])
+def _up_alone(
     u_ptr, ids_ptr, weights_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, partial_ptr, arrived_ptr,
-    channels, steps, inner_width, k, limit, words, bytes_, steps_a_share,
-    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, B: tl.constexpr, SHARES: tl.constexpr, DEPTH: tl.constexpr,
-    LATE: tl.constexpr, UNROLL: tl.constexpr, HINT: tl.constexpr,
+    codes2_ptr, blocks2, steps2,
+    channels, steps, inner_width, k, limit, words, num_scales, steps_a_share,
+    DTYPE: tl.constexpr, ROUNDED: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr,
+    LATE: tl.constexpr, PRE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Gates and ups of one choice."""
+    """Gates and ups of one choice, of B outputs over a share of the channels."""
     wait()
-    # not before: the next one reads what this one has waited for
-    if not LATE:
+    if LATE == -1:
         announce()
-    block, choice, share = tl.program_id(0) // SHARES, tl.program_id(1), tl.program_id(0) % SHARES
+    first_output, share, choice = tl.program_id(0) // SHARES * B, tl.program_id(0) % SHARES, tl.program_id(1)
     expert = tl.load(ids_ptr + choice).to(tl.int64)
     codes1_ptr += expert * words
     codes3_ptr += expert * words
-    scales1_ptr += expert * bytes_
-    scales3_ptr += expert * bytes_
+    scales1_ptr += expert * num_scales
+    scales3_ptr += expert * num_scales
     u_ptr += (choice // k).to(tl.int64) * channels
-    tile, start = block * B // 64, block * B % 64
     first = share * steps_a_share
     last = tl.minimum(first + steps_a_share, steps)
-    word1, scale1 = _words(codes1_ptr, tile, start, first, last, steps, B, HINT), _scales(scales1_ptr, tile, start, first, last, steps, B)
-    word3, scale3 = _words(codes3_ptr, tile, start, first, last, steps, B, HINT), _scales(scales3_ptr, tile, start, first, last, steps, B)
-    x = _x(u_ptr, first, last, channels, B, False)
-    if DEPTH == 2:
-        more1, more_scale1 = _words(codes1_ptr, tile, start, first + 1, last, steps, B, HINT), _scales(scales1_ptr, tile, start, first + 1, last, steps, B)
-        more3, more_scale3 = _words(codes3_ptr, tile, start, first + 1, last, steps, B, HINT), _scales(scales3_ptr, tile, start, first + 1, last, steps, B)
-    gate = tl.zeros([B * 2, 2], tl.float32)
-    up = tl.zeros([B * 2, 2], tl.float32)
+    word1, scale1 = _ask(codes1_ptr, scales1_ptr, first_output, first, last, steps, B)
+    word3, scale3 = _ask(codes3_ptr, scales3_ptr, first_output, first, last, steps, B)
+    x = _row(u_ptr, first, last, channels, B, False)
+    gate, up = tl.zeros([B * 2, 2], tl.float32), tl.zeros([B * 2, 2], tl.float32)
     for step in tl.range(first, last, num_stages=1, loop_unroll_factor=UNROLL):
-        ahead = step + DEPTH
-        new1, new_scale1 = _words(codes1_ptr, tile, start, ahead, last, steps, B, HINT), _scales(scales1_ptr, tile, start, ahead, last, steps, B)
-        new3, new_scale3 = _words(codes3_ptr, tile, start, ahead, last, steps, B, HINT), _scales(scales3_ptr, tile, start, ahead, last, steps, B)
-        next_x = _x(u_ptr, step + 1, last, channels, B, False)
-        pairs = _pairs(x, DTYPE == tl.float32)
-        gate += _products(word1, scale1, pairs, B)
-        up += _products(word3, scale3, pairs, B)
-        x = next_x
-        if DEPTH == 2:
-            word1, scale1, word3, scale3 = more1, more_scale1, more3, more_scale3
-            more1, more_scale1, more3, more_scale3 = new1, new_scale1, new3, new_scale3
-        else:
-            word1, scale1, word3, scale3 = new1, new_scale1, new3, new_scale3
-    if LATE:
+        next1, next_scale1 = _ask(codes1_ptr, scales1_ptr, first_output, step + 1, last, steps, B)
+        next3, next_scale3 = _ask(codes3_ptr, scales3_ptr, first_output, step + 1, last, steps, B)
+        next_x = _row(u_ptr, step + 1, last, channels, B, False)
+        if LATE > 0:
+            if step == tl.maximum(last - LATE, first):
+                announce()
+        gate += _products(word1, scale1, x, B)
+        up += _products(word3, scale3, x, B)
+        word1, scale1, word3, scale3, x = next1, next_scale1, next3, next_scale3, next_x
+    if LATE == 0:
         announce()
+    if PRE > 0:
+        for block in range(tl.program_id(0), blocks2, tl.num_programs(0)):
+            _prefetch(codes2_ptr + (expert * blocks2 + block) * steps2 * 2048, PRE * 8192)
     gate, up = _outputs(gate, B), _outputs(up, B)
-    output = tl.arange(0, B)
-    if SHARES == 1:
-        _activate(gate, up, weights_ptr + choice, inner_ptr + choice * inner_width, block, limit, DTYPE, ROUNDED)
-    else:
-        place = choice * tl.num_programs(0) // SHARES + block
-        partial_ptr += place * SHARES * 2 * B + output
+    if SHARES > 1:
+        tile = (choice * tl.num_programs(0) + tl.program_id(0)) // SHARES
+        partial_ptr += tile * SHARES * 2 * B + tl.arange(0, B)
         tl.store(partial_ptr + share * 2 * B, gate)
         tl.store(partial_ptr + share * 2 * B + B, up)
         tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == SHARES - 1:
-            tl.store(arrived_ptr + place, 0)
+        complete = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SHARES - 1
+        if complete:
+            tl.store(arrived_ptr + tile, 0)
             gate, up = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
             for other in tl.static_range(SHARES):
                 gate += tl.load(partial_ptr + other * 2 * B, cache_modifier=".cg")
                 up += tl.load(partial_ptr + other * 2 * B + B, cache_modifier=".cg")
-            _activate(gate, up, weights_ptr + choice, inner_ptr + choice * inner_width, block, limit, DTYPE, ROUNDED)
+    else:
+        complete = True
+    if complete:
+        inner_ptr += choice.to(tl.int64) * inner_width
+        _activate(gate, up, weights_ptr + choice, inner_ptr, first_output, limit, DTYPE, ROUNDED)
 
 
-@triton.jit
-def _activate(gate, up, weight_ptr, inner_ptr, block, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr):
-    """SwiGLU times the routing weight, rounded, where a product down wants it."""
-    B: tl.constexpr = gate.shape[0]
-    gate = tl.minimum((gate * 128.0).to(DTYPE).to(tl.float32), limit)
-    up = tl.minimum(tl.maximum((up * 128.0).to(DTYPE).to(tl.float32), -limit), limit)
-    y = (gate * tl.sigmoid(gate) * up * tl.load(weight_ptr)).to(DTYPE).to(tl.float32)
-    if ROUNDED:
-        y = tl.reshape(round_channels(tl.reshape(y, (1, B)), 1, B, 0, 32), (B,))
-    tl.store(inner_ptr + _place(block * B + tl.arange(0, B)), y.to(tl.float16))
-
-
-@triton.jit
-def _down_one(
+@triton.jit(do_not_specialize=["steps_a_share"])
+def _down_alone(
     inner_ptr, ids_ptr, codes_ptr, scales_ptr, partial_ptr, arrived_ptr, y_ptr, channels, steps, num_inner, inner_width,
-    words, bytes_, steps_a_share,
-    DTYPE: tl.constexpr, K: tl.constexpr, B: tl.constexpr, SHARES: tl.constexpr, DEPTH: tl.constexpr,
-    LATE: tl.constexpr, EARLY: tl.constexpr, UNROLL: tl.constexpr, HINT: tl.constexpr,
+    words, num_scales, steps_a_share,
+    DTYPE: tl.constexpr, K: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
+    LATE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One choice's outputs; the last of all choices of a row adds them."""
-    if not LATE:
+    """B outputs of one choice over a share of the channels; the last of a row's adds the choices."""
+    if LATE == -1:
         announce()
-    if not EARLY:
-        wait()
-    block, choice, share = tl.program_id(0) // SHARES, tl.program_id(1), tl.program_id(0) % SHARES
-    # written before the kernel before began: whoever starts this one has waited for it
+    first_output, share, choice = tl.program_id(0) // SHARES * B, tl.program_id(0) % SHARES, tl.program_id(1)
+    # `_up_alone` has waited for the choice before it announced this kernel
     expert = tl.load(ids_ptr + choice, cache_modifier=".cg").to(tl.int64)
     codes_ptr += expert * words
-    scales_ptr += expert * bytes_
-    inner_ptr += choice * inner_width
-    tile, start = block * B // 64, block * B % 64
+    scales_ptr += expert * num_scales
+    inner_ptr += choice.to(tl.int64) * inner_width
     first = share * steps_a_share
     last = tl.minimum(first + steps_a_share, steps)
-    word, scale = _words(codes_ptr, tile, start, first, last, steps, B, HINT), _scales(scales_ptr, tile, start, first, last, steps, B)
-    if DEPTH >= 2:
-        more, more_scale = _words(codes_ptr, tile, start, first + 1, last, steps, B, HINT), _scales(scales_ptr, tile, start, first + 1, last, steps, B)
-    if DEPTH >= 3:
-        third, third_scale = _words(codes_ptr, tile, start, first + 2, last, steps, B, HINT), _scales(scales_ptr, tile, start, first + 2, last, steps, B)
-    if EARLY:
-        wait()
-    x = _x(inner_ptr, first, last, num_inner, B, True)
+    word, scale = _ask(codes_ptr, scales_ptr, first_output, first, last, steps, B)
+    second, second_scale = _ask(codes_ptr, scales_ptr, first_output, first + 1, last, steps, B)
+    if DEPTH == 3:
+        third, third_scale = _ask(codes_ptr, scales_ptr, first_output, first + 2, last, steps, B)
+    wait()
+    x = _row(inner_ptr, first, last, num_inner, B, True)
     total = tl.zeros([B * 2, 2], tl.float32)
     for step in tl.range(first, last, num_stages=1, loop_unroll_factor=UNROLL):
-        ahead = step + DEPTH
-        new, new_scale = _words(codes_ptr, tile, start, ahead, last, steps, B, HINT), _scales(scales_ptr, tile, start, ahead, last, steps, B)
-        next_x = _x(inner_ptr, step + 1, last, num_inner, B, True)
+        new, new_scale = _ask(codes_ptr, scales_ptr, first_output, step + DEPTH, last, steps, B)
+        next_x = _row(inner_ptr, step + 1, last, num_inner, B, True)
         total += _products(word, scale, x, B)
-        x = next_x
         if DEPTH == 3:
-            word, scale, more, more_scale, third, third_scale = more, more_scale, third, third_scale, new, new_scale
-        elif DEPTH == 2:
-            word, scale, more, more_scale = more, more_scale, new, new_scale
+            word, scale, second, second_scale, third, third_scale = second, second_scale, third, third_scale, new, new_scale
         else:
-            word, scale = new, new_scale
-    if LATE:
+            word, scale, second, second_scale = second, second_scale, new, new_scale
+        x = next_x
+    if LATE == 0:
         announce()
-    channel = block * B + tl.arange(0, B)
+    channel = first_output + tl.arange(0, B)
     known = channel < channels
-    row = choice // K
     tl.store(partial_ptr + (choice * SHARES + share) * channels + channel, _outputs(total, B), mask=known)
     tl.debug_barrier()
-    arrived_ptr += row * tl.num_programs(0) // SHARES + block
+    row = choice // K
+    arrived_ptr += (row * tl.num_programs(0) + tl.program_id(0)) // SHARES
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == K * SHARES - 1:
         tl.store(arrived_ptr, 0)
         y = tl.zeros([B], tl.float32)
@@ -307,8 +296,8 @@ def _down_one(
             for other in tl.static_range(SHARES):
                 place = ((row * K + slot) * SHARES + other) * channels + channel
                 one += tl.load(partial_ptr + place, mask=known, other=0.0, cache_modifier=".cg")
-            y += (one * 128.0).to(DTYPE).to(tl.float32)
-        tl.store(y_ptr + row.to(tl.int64) * channels + channel, y, mask=known)
+            y += one.to(DTYPE).to(tl.float32)
+        tl.store(y_ptr + row * channels + channel, y, mask=known)
 
 
 def _shares(steps: int, wanted: int) -> tuple[int, int]:
@@ -327,39 +316,38 @@ def one_row_experts(
     limit: float,
     round_inner: bool,
 ) -> Tensor:
-    (num_rows, channels), k, num_inner = u_TD.shape, ids_TK.shape[1], w1.outputs
+    """As `packed_experts`."""
+    (num_rows, channels), k, num_inner, device = u_TD.shape, ids_TK.shape[1], w1.outputs, u_TD.device
+    num_choices, steps, inner_steps = num_rows * k, w1.codes.shape[2], w2.codes.shape[2]
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
     if u_TD.dtype == torch.float32:
         u_TD = u_TD.half()
-    device, choices = u_TD.device, num_rows * k
     new: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    
     up, down = dict(UP), dict(DOWN)
-    warps = up.pop("warps")
-    steps, inner_steps = w1.codes.shape[2], w2.codes.shape[2]
-    shares, a_share = _shares(steps, up.pop("SHARES"))
-    blocks = w1.codes.shape[1] * 64 // up["B"]
-    # outputs of the last tile that no expert has are zeros; what lies behind them is never read
-    inner_width = blocks * up["B"]
-    width = max(inner_width, inner_steps * _STEP)
-    inner = torch.empty(choices, width, device=device, dtype=torch.float16)
+    shares, steps_a_share = _shares(steps, up.pop("SHARES"))
+    width = up["B"]
+    # the zeros that fill the last block are outputs too
+    blocks = w1.codes.shape[1] * 64 // width
+    inner = torch.empty(num_choices, blocks * width, device=device, dtype=torch.float16)
+    # unused pointers must still be tensors
     partial, arrived = inner, inner
     if shares > 1:
-        partial = torch.empty(choices * blocks * shares * 2 * up["B"], **new)
-        arrived = counters(device, choices * blocks)
-    _up_one[(blocks * shares, choices)](
-        u_TD, ids_TK, weights_TK, *w1[:2], *w3[:2], inner, partial, arrived, channels, steps, width, k, limit,
-        w1.codes[0].numel(), w1.scales[0].numel(), a_share, DTYPE=dtype, ROUNDED=round_inner, SHARES=shares, **up,
-        num_warps=warps, launch_pdl=AHEAD,
+        partial, arrived = torch.empty(num_choices * blocks * shares * 2 * width, **new), counters(device, num_choices * blocks)
+    up["PRE"] = min(up["PRE"], inner_steps)
+    _up_alone[(blocks * shares, num_choices)](
+        u_TD, ids_TK, weights_TK, *w1[:2], *w3[:2], inner, partial, arrived, w2.codes, w2.codes.shape[1], w2.codes.shape[2],
+        channels, steps, inner.shape[1], k,
+        limit, w1.codes[0].numel(), w1.scales[0].numel(), steps_a_share, DTYPE=dtype, ROUNDED=round_inner,
+        SHARES=shares, num_warps=width // 16, launch_pdl=AHEAD, **up,
     )  # fmt: skip
-    warps = down.pop("warps")
-    shares, a_share = _shares(inner_steps, down.pop("SHARES"))
-    blocks = triton.cdiv(channels, down["B"])
-    partial = torch.empty(choices * shares * channels, **new)
+    width = down["B"]
+    shares, steps_a_share = _shares(inner_steps, down.pop("SHARES"))
+    blocks = triton.cdiv(channels, width)
+    partial = torch.empty(num_choices * shares * channels, **new)
     y_TD = torch.empty(num_rows, channels, **new)
-    _down_one[(blocks * shares, choices)](
+    _down_alone[(blocks * shares, num_choices)](
         inner, ids_TK, *w2[:2], partial, counters(device, num_rows * blocks), y_TD, channels, inner_steps, num_inner,
-        width, w2.codes[0].numel(), w2.scales[0].numel(), a_share, DTYPE=dtype, K=k, SHARES=shares, **down,
-        num_warps=warps, launch_pdl=AHEAD,
+        inner.shape[1], w2.codes[0].numel(), w2.scales[0].numel(), steps_a_share, DTYPE=dtype, K=k, SHARES=shares,
+        num_warps=width // 16, launch_pdl=AHEAD, **down,
     )  # fmt: skip
     return y_TD
