@@ -20,15 +20,25 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Tiled
-from cedar.kernels.triton.arrivals import counters
-from cedar.kernels.triton.chain import AHEAD, announce, wait
+from cedar.kernels.triton.arrivals import COUNTERS, counters
+from cedar.kernels.triton.chain import AHEAD, HOPPER, announce, wait
 from cedar.kernels.triton.device import INTERPRETED
 from cedar.kernels.triton.few_rows import round_channels
 
-_STEP = 256
+# with more, each expert's bytes once for all of its rows are fewer
+MOST_ROWS = 2
+# outputs of a program up and down
+_UP, _DOWN = 64, 32
 _INTERPRETED = tl.constexpr(INTERPRETED)
-UP = dict(B=64, SHARES=2, LATE=0, PRE=0, UNROLL=1)
-DOWN = dict(B=32, SHARES=1, DEPTH=2, LATE=0, UNROLL=2)
+# where it was measured
+_RUNS = HOPPER or INTERPRETED
+
+
+def fits(u_TD: Tensor, ids_TK: Tensor, w1: Tiled) -> bool:
+    """A row or two, and a counter for each program that adds shares or choices."""
+    num_rows, channels = u_TD.shape
+    most = max(num_rows * triton.cdiv(channels, _DOWN), ids_TK.shape[1] * w1.codes.shape[1])
+    return _RUNS and num_rows <= MOST_ROWS and most <= COUNTERS
 
 
 def _multiply() -> str:
@@ -156,24 +166,6 @@ def _outputs(total, B: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointer, NUM: tl.constexpr):
-    """One thread asks the L2 cache for NUM bytes."""
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread, size;
-            mov.u32 thread, %tid.x;
-            mov.u32 size, $2;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], size;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [pointer.to(tl.int64), NUM], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _activate(gate, up, weight_ptr, inner_ptr, first_output, limit, DTYPE: tl.constexpr, ROUNDED: tl.constexpr):
     """SwiGLU times the routing weight, rounded."""
     B: tl.constexpr = gate.shape[0]
@@ -185,18 +177,14 @@ def _activate(gate, up, weight_ptr, inner_ptr, first_output, limit, DTYPE: tl.co
     tl.store(inner_ptr + _place(first_output + tl.arange(0, B)), y.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["steps_a_share"])
+@triton.jit
 def _up_alone(
     u_ptr, ids_ptr, weights_ptr, codes1_ptr, scales1_ptr, codes3_ptr, scales3_ptr, inner_ptr, partial_ptr, arrived_ptr,
-    codes2_ptr, blocks2, steps2,
     channels, steps, inner_width, k, limit, words, num_scales, steps_a_share,
     DTYPE: tl.constexpr, ROUNDED: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr,
-    LATE: tl.constexpr, PRE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Gates and ups of one choice, of B outputs over a share of the channels."""
+    """Gates and ups of one choice: B outputs over a share of the channels."""
     wait()
-    if LATE == -1:
-        announce()
     first_output, share, choice = tl.program_id(0) // SHARES * B, tl.program_id(0) % SHARES, tl.program_id(1)
     expert = tl.load(ids_ptr + choice).to(tl.int64)
     codes1_ptr += expert * words
@@ -210,21 +198,15 @@ def _up_alone(
     word3, scale3 = _ask(codes3_ptr, scales3_ptr, first_output, first, last, steps, B)
     x = _row(u_ptr, first, last, channels, B, False)
     gate, up = tl.zeros([B * 2, 2], tl.float32), tl.zeros([B * 2, 2], tl.float32)
-    for step in tl.range(first, last, num_stages=1, loop_unroll_factor=UNROLL):
+    for step in tl.range(first, last, num_stages=1):
         next1, next_scale1 = _ask(codes1_ptr, scales1_ptr, first_output, step + 1, last, steps, B)
         next3, next_scale3 = _ask(codes3_ptr, scales3_ptr, first_output, step + 1, last, steps, B)
         next_x = _row(u_ptr, step + 1, last, channels, B, False)
-        if LATE > 0:
-            if step == tl.maximum(last - LATE, first):
-                announce()
         gate += _products(word1, scale1, x, B)
         up += _products(word3, scale3, x, B)
         word1, scale1, word3, scale3, x = next1, next_scale1, next3, next_scale3, next_x
-    if LATE == 0:
-        announce()
-    if PRE > 0:
-        for block in range(tl.program_id(0), blocks2, tl.num_programs(0)):
-            _prefetch(codes2_ptr + (expert * blocks2 + block) * steps2 * 2048, PRE * 8192)
+    # not sooner: `_down_alone` reads the choices before its wait, so they must have been waited for here
+    announce()
     gate, up = _outputs(gate, B), _outputs(up, B)
     if SHARES > 1:
         tile = (choice * tl.num_programs(0) + tl.program_id(0)) // SHARES
@@ -246,64 +228,41 @@ def _up_alone(
         _activate(gate, up, weights_ptr + choice, inner_ptr, first_output, limit, DTYPE, ROUNDED)
 
 
-@triton.jit(do_not_specialize=["steps_a_share"])
+@triton.jit
 def _down_alone(
-    inner_ptr, ids_ptr, codes_ptr, scales_ptr, partial_ptr, arrived_ptr, y_ptr, channels, steps, num_inner, inner_width,
-    words, num_scales, steps_a_share,
-    DTYPE: tl.constexpr, K: tl.constexpr, SHARES: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
-    LATE: tl.constexpr, UNROLL: tl.constexpr,
+    inner_ptr, ids_ptr, codes_ptr, scales_ptr, choice_ptr, arrived_ptr, y_ptr, channels, steps, num_inner, inner_width,
+    words, num_scales, DTYPE: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """B outputs of one choice over a share of the channels; the last of a row's adds the choices."""
-    if LATE == -1:
-        announce()
-    first_output, share, choice = tl.program_id(0) // SHARES * B, tl.program_id(0) % SHARES, tl.program_id(1)
-    # `_up_alone` has waited for the choice before it announced this kernel
+    """B outputs of one choice; the last of a row's adds all of them."""
+    first_output, choice = tl.program_id(0) * B, tl.program_id(1)
     expert = tl.load(ids_ptr + choice, cache_modifier=".cg").to(tl.int64)
     codes_ptr += expert * words
     scales_ptr += expert * num_scales
     inner_ptr += choice.to(tl.int64) * inner_width
-    first = share * steps_a_share
-    last = tl.minimum(first + steps_a_share, steps)
-    word, scale = _ask(codes_ptr, scales_ptr, first_output, first, last, steps, B)
-    second, second_scale = _ask(codes_ptr, scales_ptr, first_output, first + 1, last, steps, B)
-    if DEPTH == 3:
-        third, third_scale = _ask(codes_ptr, scales_ptr, first_output, first + 2, last, steps, B)
+    word, scale = _ask(codes_ptr, scales_ptr, first_output, 0, steps, steps, B)
+    next_word, next_scale = _ask(codes_ptr, scales_ptr, first_output, 1, steps, steps, B)
     wait()
-    x = _row(inner_ptr, first, last, num_inner, B, True)
+    x = _row(inner_ptr, 0, steps, num_inner, B, True)
     total = tl.zeros([B * 2, 2], tl.float32)
-    for step in tl.range(first, last, num_stages=1, loop_unroll_factor=UNROLL):
-        new, new_scale = _ask(codes_ptr, scales_ptr, first_output, step + DEPTH, last, steps, B)
-        next_x = _row(inner_ptr, step + 1, last, num_inner, B, True)
+    for step in tl.range(0, steps, num_stages=1, loop_unroll_factor=2):
+        second, second_scale = _ask(codes_ptr, scales_ptr, first_output, step + 2, steps, steps, B)
+        next_x = _row(inner_ptr, step + 1, steps, num_inner, B, True)
         total += _products(word, scale, x, B)
-        if DEPTH == 3:
-            word, scale, second, second_scale, third, third_scale = second, second_scale, third, third_scale, new, new_scale
-        else:
-            word, scale, second, second_scale = second, second_scale, new, new_scale
-        x = next_x
-    if LATE == 0:
-        announce()
+        word, scale, next_word, next_scale, x = next_word, next_scale, second, second_scale, next_x
+    announce()
     channel = first_output + tl.arange(0, B)
     known = channel < channels
-    tl.store(partial_ptr + (choice * SHARES + share) * channels + channel, _outputs(total, B), mask=known)
+    tl.store(choice_ptr + choice * channels + channel, _outputs(total, B), mask=known)
     tl.debug_barrier()
     row = choice // K
-    arrived_ptr += (row * tl.num_programs(0) + tl.program_id(0)) // SHARES
-    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == K * SHARES - 1:
+    arrived_ptr += row * tl.num_programs(0) + tl.program_id(0)
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == K - 1:
         tl.store(arrived_ptr, 0)
         y = tl.zeros([B], tl.float32)
         for slot in tl.static_range(K):
-            one = tl.zeros([B], tl.float32)
-            for other in tl.static_range(SHARES):
-                place = ((row * K + slot) * SHARES + other) * channels + channel
-                one += tl.load(partial_ptr + place, mask=known, other=0.0, cache_modifier=".cg")
-            y += one.to(DTYPE).to(tl.float32)
+            one = choice_ptr + (row * K + slot) * channels + channel
+            y += tl.load(one, mask=known, other=0.0, cache_modifier=".cg").to(DTYPE).to(tl.float32)
         tl.store(y_ptr + row * channels + channel, y, mask=known)
-
-
-def _shares(steps: int, wanted: int) -> tuple[int, int]:
-    """(how many, steps of each)."""
-    a_share = triton.cdiv(steps, max(1, min(wanted, steps)))
-    return triton.cdiv(steps, a_share), a_share
 
 
 def one_row_experts(
@@ -317,37 +276,32 @@ def one_row_experts(
     round_inner: bool,
 ) -> Tensor:
     """As `packed_experts`."""
-    (num_rows, channels), k, num_inner, device = u_TD.shape, ids_TK.shape[1], w1.outputs, u_TD.device
-    num_choices, steps, inner_steps = num_rows * k, w1.codes.shape[2], w2.codes.shape[2]
+    (num_rows, channels), k, device = u_TD.shape, ids_TK.shape[1], u_TD.device
+    num_choices, (_, blocks, steps, _) = num_rows * k, w1.codes.shape
     dtype = tl.bfloat16 if u_TD.dtype == torch.bfloat16 else tl.float32
     if u_TD.dtype == torch.float32:
         u_TD = u_TD.half()
     new: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    up, down = dict(UP), dict(DOWN)
-    shares, steps_a_share = _shares(steps, up.pop("SHARES"))
-    width = up["B"]
-    # the zeros that fill the last block are outputs too
-    blocks = w1.codes.shape[1] * 64 // width
-    inner = torch.empty(num_choices, blocks * width, device=device, dtype=torch.float16)
+    # the choices of two rows keep the memory busy without
+    shares = 2 if num_rows == 1 and steps > 1 else 1
+    # the zeros that fill the last block have outputs as well
+    inner = torch.empty(num_choices, blocks * _UP, device=device, dtype=torch.float16)
     # unused pointers must still be tensors
     partial, arrived = inner, inner
     if shares > 1:
-        partial, arrived = torch.empty(num_choices * blocks * shares * 2 * width, **new), counters(device, num_choices * blocks)
-    up["PRE"] = min(up["PRE"], inner_steps)
+        partial = torch.empty(num_choices * blocks, shares, 2, _UP, **new)
+        arrived = counters(device, num_choices * blocks)
     _up_alone[(blocks * shares, num_choices)](
-        u_TD, ids_TK, weights_TK, *w1[:2], *w3[:2], inner, partial, arrived, w2.codes, w2.codes.shape[1], w2.codes.shape[2],
-        channels, steps, inner.shape[1], k,
-        limit, w1.codes[0].numel(), w1.scales[0].numel(), steps_a_share, DTYPE=dtype, ROUNDED=round_inner,
-        SHARES=shares, num_warps=width // 16, launch_pdl=AHEAD, **up,
+        u_TD, ids_TK, weights_TK, *w1[:2], *w3[:2], inner, partial, arrived, channels, steps, inner.shape[1], k, limit,
+        w1.codes[0].numel(), w1.scales[0].numel(), triton.cdiv(steps, shares), DTYPE=dtype, ROUNDED=round_inner,
+        SHARES=shares, B=_UP, num_warps=_UP // 16, launch_pdl=AHEAD,
     )  # fmt: skip
-    width = down["B"]
-    shares, steps_a_share = _shares(inner_steps, down.pop("SHARES"))
-    blocks = triton.cdiv(channels, width)
-    partial = torch.empty(num_choices * shares * channels, **new)
+    choice = torch.empty(num_choices, channels, **new)
     y_TD = torch.empty(num_rows, channels, **new)
-    _down_alone[(blocks * shares, num_choices)](
-        inner, ids_TK, *w2[:2], partial, counters(device, num_rows * blocks), y_TD, channels, inner_steps, num_inner,
-        inner.shape[1], w2.codes[0].numel(), w2.scales[0].numel(), steps_a_share, DTYPE=dtype, K=k, SHARES=shares,
-        num_warps=width // 16, launch_pdl=AHEAD, **down,
+    blocks = triton.cdiv(channels, _DOWN)
+    _down_alone[(blocks, num_choices)](
+        inner, ids_TK, *w2[:2], choice, counters(device, num_rows * blocks), y_TD, channels, w2.codes.shape[2],
+        w1.outputs, inner.shape[1], w2.codes[0].numel(), w2.scales[0].numel(), DTYPE=dtype, K=k, B=_DOWN,
+        num_warps=_DOWN // 16, launch_pdl=AHEAD,
     )  # fmt: skip
     return y_TD

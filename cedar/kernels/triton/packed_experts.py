@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
+from cedar.kernels.triton import one_row_experts
 from cedar.kernels.triton.chain import AHEAD, HOPPER, follow
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
-from cedar.kernels.triton.one_row_experts import one_row_experts
 from cedar.kernels.triton.wide_experts import CAPACITY, _multiply_tiles
 
 __all__ = ["FORWARD_ONLY", "fits", "packed_experts", "unavailable"]
@@ -31,8 +31,6 @@ FORWARD_ONLY = ("packed_experts",)
 # of one launch, and the rows whose choices `_down` adds itself
 _MAX_CHOICES, _FEW_ROWS = 65536, 128
 _MAX_EXPERTS = 512
-# rows of which each choice is a product of its own
-_ALONE = 1
 _STEP = 256
 # warp groups multiply on Hopper alone; without a GPU kernels are compiled for it
 _WIDE = HOPPER and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
@@ -509,8 +507,13 @@ def packed_experts(
         wide = _WIDE and num_choices > _MANY * num_experts and channels % _STEP == 0 and num_inner % _STEP == 0
     if wide and isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
         return _many_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
-    if num_rows <= _ALONE and isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
-        return one_row_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
+    if (
+        isinstance(w1, Tiled)
+        and isinstance(w3, Tiled)
+        and isinstance(w2, Tiled)
+        and one_row_experts.fits(u_TD, ids_TK, w1)
+    ):
+        return one_row_experts.one_row_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
     paired = w1.codes.shape[1] % 2 == 0 and w2.codes.shape[1] % 2 == 0
     shape = _shape(num_choices, num_experts, tiled, paired)
     capacity = shape.rows + shape.more
