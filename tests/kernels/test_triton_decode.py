@@ -901,6 +901,7 @@ def test_packed_grouped_linear(
     ("rows", "k", "num_experts", "channels", "inner", "tiled"),
     [
         (1, 3, 5, 96, 64, True),
+        (1, 3, 5, 96, 64, False),
         (6, 1, 3, 96, 64, False),
         (18, 1, 3, 96, 160, True),
         (20, 1, 1, 96, 32, True),

@@ -1,10 +1,9 @@
-"""`packed_experts` of a row or two: nothing is sorted, and the memory always has questions to answer.
+"""`packed_experts` of a row or two: nothing is sorted, and so many programs that the memory is never idle.
 
 A row chose experts of its own, so each choice is a product of one row. A program has some outputs and a share of the
-channels; it asks for a step's words before it multiplies the one before it, and they go from registers to the tensor
-core. Of the eight columns that the core multiplies at least, a group of 32 channels takes one: its sum comes out alone
-and is scaled once, where a product of all channels needs each weight scaled. Who comes last adds the shares, always in
-the same order.
+channels; its words go from memory to registers and from there to the tensor core. Of the eight columns that the core
+multiplies at least, a group of 32 channels takes one: its sum comes out alone and is scaled once, where a product of
+all channels needs each weight scaled. Who comes last adds the shares, always in the same order.
 
 What a thread holds is written out as assembly (`_multiply`), so tensors here are in the order of threads: four words
 each, then the next thread. B outputs of a program of B / 16 warps, K choices of a row. A step is 256 channels.
