@@ -6,6 +6,7 @@ name, registers are not known before ptxas, so the bytes of shared memory and of
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Any
@@ -90,6 +91,16 @@ def shapes(name: str) -> dict[str, int]:
         "layers": 16, "vocabulary": 2048,
     }  # fmt: skip
     return {"release": release, "mini": mini}[name]
+
+
+def threads_have_words() -> None:
+    """Assembly that counts on four words a thread gets them so."""
+    for (name, *_), binary in compiled.items():
+        if name in ("_up_alone", "_down_alone"):
+            text = binary.asm["ttgir"]
+            layouts = re.findall(r"packed_element = (?:4|16) .*? : tensor<\d+xi32, (#\w+)>", text)
+            (layout,) = set(layouts)
+            assert f"{layout} = #ttg.blocked<{{sizePerThread = [4], threadsPerWarp = [32]," in text, (name, layout)
 
 
 def call_all(size: dict[str, int]) -> None:
@@ -187,6 +198,12 @@ def call_all(size: dict[str, int]) -> None:
     )
     for up, down in ((inner_up, inner_down), (retile(inner_up), retile(inner_down))):
         packed_experts.packed_experts(u, ids, weights, up, up, down, 10.0, True)
+        # more rows than run alone
+        some = (tensor.repeat(2, 1) for tensor in (u, ids, weights))
+        packed_experts.packed_experts(*some, up, up, down, 10.0, True)
+        for one in (u[:1], u[:1].float()):
+            packed_experts.packed_experts(one, ids[:1], weights[:1], up, up, down, 10.0, True)
+    threads_have_words()
     # wider tiles; the widest take 20 s
     many = (tensor.repeat(2 * num_experts, 1) for tensor in (u, ids, weights))
     packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)

@@ -22,6 +22,7 @@ EXPECTED = {
     "_attend_wide",
     "_block_scores",
     "_down",
+    "_down_alone",
     "_down_all",
     "_draw_rows",
     "_gate",
@@ -47,6 +48,7 @@ EXPECTED = {
     "_swiglu_round",
     "_tile_products",
     "_up",
+    "_up_alone",
     "_widen",
 }
 

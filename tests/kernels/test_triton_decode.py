@@ -901,6 +901,7 @@ def test_packed_grouped_linear(
     ("rows", "k", "num_experts", "channels", "inner", "tiled"),
     [
         (1, 3, 5, 96, 64, True),
+        (1, 3, 5, 96, 64, False),
         (6, 1, 3, 96, 64, False),
         (18, 1, 3, 96, 160, True),
         (20, 1, 1, 96, 32, True),
@@ -934,6 +935,47 @@ def test_packed_experts(
         got = experts.packed_experts(u, ids, weights, *stacks, limit=2.0, round_inner=True)
     # a last bit before the rounding may move an inner value by one code
     assert float((got - want).norm() / want.norm()) < (5e-2 if dtype == torch.bfloat16 else 1e-2)
+
+
+@pytest.mark.parametrize("round_inner", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "k", "channels", "inner"),
+    [(1, 2, 544, 64), (2, 1, 96, 288), release(1, 6, 5120, 2304), release(2, 6, 5120, 2304)],
+)
+def test_packed_experts_of_one_row(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    k: int,
+    channels: int,
+    inner: int,
+    round_inner: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Choices in any order, of the last expert too; shares of uneven length; the same bits twice."""
+    from cedar.kernels.triton import one_row_experts
+
+    u = quantize.round_rows(torch.randn(rows, channels, device=device), FP8).to(dtype)
+    # rows that share an expert
+    ids = torch.tensor([[7, 0, 3, 5, 1, 2], [7, 4, 2, 6, 1, 0]], device=device)[:rows, :k]
+    weights = torch.rand(rows, k, device=device)
+    shapes = ((inner, channels), (inner, channels), (channels, inner))
+    packed = [experts.Packed(*fp4.quantize_fp4_index(torch.randn(8, *s, device=device) / s[1] ** 0.5)) for s in shapes]
+    stacks = [experts.retile(stack) for stack in packed]
+    with use_kernels("reference"):
+        want = experts.packed_experts(u, ids, weights, *packed, limit=0.7, round_inner=round_inner)
+
+    def run() -> Tensor:
+        with use_kernels("triton"):
+            return experts.packed_experts(u, ids, weights, *stacks, limit=0.7, round_inner=round_inner)
+
+    got = run()
+    assert torch.equal(run(), got)
+    # a last bit before the rounding may move an inner value by one code
+    assert float((got - want).norm() / want.norm()) < (5e-2 if dtype == torch.bfloat16 else 1e-2)
+    # sorted into tiles: the same but for the order of sums
+    monkeypatch.setattr(one_row_experts, "MOST_ROWS", 0)
+    assert float((got - run()).norm() / want.norm()) < 1e-2
 
 
 def test_packed_experts_of_many_rows(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

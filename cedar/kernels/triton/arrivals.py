@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_COUNTERS, _TURNS = 512, 64
+COUNTERS, _TURNS = 512, 64
 # by device: the counters, and whose turn it is
 _held: dict[torch.device, tuple[torch.Tensor, list[int]]] = {}
 
@@ -47,12 +47,12 @@ def sum_shares(partial_ptr, place, inside, stride, SHARES: tl.constexpr):
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
     """int32 zeros, as many as asked for at least."""
-    assert count <= _COUNTERS
+    assert count <= COUNTERS
     if device not in _held:
         # memory of a graph would go with it
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before the capture"
         with torch.inference_mode(False):
-            _held[device] = torch.zeros(_TURNS, _COUNTERS, device=device, dtype=torch.int32), [0]
+            _held[device] = torch.zeros(_TURNS, COUNTERS, device=device, dtype=torch.int32), [0]
     held, turn = _held[device]
     turn[0] = (turn[0] + 1) % _TURNS
     return held[turn[0]]

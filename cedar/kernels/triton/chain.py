@@ -34,7 +34,11 @@ def announce():
 
 @triton.jit
 def wait():
-    """For the kernel before. Only what no kernel of a step writes may be read earlier: weights."""
+    """For the kernel before.
+
+    Only what no kernel of a step writes may be read earlier, weights, and what the kernel before waited for itself
+    before it announced this one.
+    """
     if _AHEAD:
         gdc_wait()
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cedar.kernels.experts import Packed, Tiled
+from cedar.kernels.triton import one_row_experts
 from cedar.kernels.triton.chain import AHEAD, HOPPER, follow
 from cedar.kernels.triton.device import INTERPRETED, is_half_or_float, next_power_of_2, unavailable
 from cedar.kernels.triton.few_rows import round_channels
@@ -506,6 +507,13 @@ def packed_experts(
         wide = _WIDE and num_choices > _MANY * num_experts and channels % _STEP == 0 and num_inner % _STEP == 0
     if wide and isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
         return _many_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
+    if (
+        isinstance(w1, Tiled)
+        and isinstance(w3, Tiled)
+        and isinstance(w2, Tiled)
+        and one_row_experts.fits(u_TD, ids_TK, w1)
+    ):
+        return one_row_experts.one_row_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
     paired = w1.codes.shape[1] % 2 == 0 and w2.codes.shape[1] % 2 == 0
     shape = _shape(num_choices, num_experts, tiled, paired)
     capacity = shape.rows + shape.more
