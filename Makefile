@@ -79,6 +79,7 @@ bench: setup  ## prefill and decode speed on this CPU, into benchmarks/results/
 bench-gpu: setup  ## kernels (beside PEERS=DIR), layers, decoding, prompts on this GPU, into benchmarks/results/h200.csv
 	@$(BIN)/python benchmarks/kernels.py $(if $(PEERS),--peers $(PEERS)) --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/decode.py --preset mini,small --contexts 512,4096,131072 --csv $(GPU_ROWS)
+	@$(BIN)/python benchmarks/decode.py --preset mini,small --batches 1,16 --contexts 4096 --kernels --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/decode.py --preset mini,small --prefill 131072,1048576 --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/layers.py --prefill 4096 --csv $(GPU_ROWS)
 	@$(BIN)/python benchmarks/kernels.py plot

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from cedar.chat.tokenizer import BOS
@@ -91,9 +93,13 @@ class Plan:
 
 @dataclass(slots=True)
 class _Run:
+    """Tokens and seconds while all answers were being written, and of the whole."""
+
     tokens: int = 0
     seconds: float = 0.0
     cpu_s: float = 0.0
+    whole_tokens: int = 0
+    whole_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
@@ -105,8 +111,47 @@ class _Run:
         return (self.accepted + self.steps) / self.steps if self.steps else 1.0
 
 
-def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
+class _Watch:
+    """Hears the events of answers that are written at once, in the engine's thread.
+
+    A batch is one while all its answers are being written: from the first token of the last to begin until the first
+    one ends. Before that is prefill, after it a smaller batch.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.events: list[list[Event]] = [[] for _ in range(count)]
+        self.all_ended = threading.Event()
+        self.tokens = 0
+        self._silent = self._unended = count
+        # (seconds, seconds of the processor) at the begin, at the first end and at the last
+        self.marks: list[tuple[float, float]] = []
+
+    def hear(self, number: int, event: Event) -> None:
+        events, finished = self.events[number], isinstance(event, Finished)
+        if isinstance(event, Token):
+            if len(self.marks) == 1:
+                self.tokens += 1
+            elif not any(isinstance(earlier, Token) for earlier in events):
+                self._silent -= 1
+                if not self._silent:
+                    self._mark()
+        events.append(event)
+        if finished:
+            self._unended -= 1
+            if len(self.marks) == 1 or not self._unended:
+                self._mark()
+            if not self._unended:
+                self.all_ended.set()
+
+    def _mark(self) -> None:
+        self.marks.append((time.perf_counter(), time.process_time()))
+
+
+def measure(files: ModelFiles, plan: Plan, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Tokens a second of each mode, acceptance by the kinds of the card, and whether the answers are the same.
+
+    Args:
+        report: Told how far it is.
 
     Returns:
         `speedup` (batch 1, `auto` over `off`), `identical` (in deterministic mode), `acceptance` by text with all
@@ -123,10 +168,12 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
     }
     engine = start_engine(files, ServeConfig(snapshot_bytes=0))
     try:
+        report(f"{files.name} on {engine.model.device}: answers with all drafts verified")
         acceptance = {kind: round(_together(engine, some, plan, "all").acceptance, 3) for kind, some in prompts.items()}
-        batches = [_batch(engine, prompts["stories"], plan, size) for size in plan.batches]
+        batches = [_batch(engine, prompts["stories"], plan, size, report) for size in plan.batches]
     finally:
         engine.close()
+    report(f"{plan.identity_prompts} answers with drafts and without in deterministic mode, which is slow")
     same, differing = _identity(files, [prompt for some in prompts.values() for prompt in some], plan)
     return {
         "model": files.name,
@@ -140,28 +187,34 @@ def measure(files: ModelFiles, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _batch(engine: Engine, prompts: list[list[int]], plan: Plan, size: int) -> dict[str, Any]:
+def _batch(
+    engine: Engine, prompts: list[list[int]], plan: Plan, size: int, report: Callable[[str], None]
+) -> dict[str, Any]:
     """One batch size: every mode on the same prompts before the next ones, so that a busy machine is busy for all.
 
     A speedup is the median over these turns; processor time does not count what others did meanwhile.
     """
     total: dict[Mode, _Run] = {mode: _Run() for mode in MODES}
     turns: dict[Mode, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-    for number in range(max(plan.rounds * max(1, 4 // size), 1)):
+    num_turns = max(plan.rounds * max(1, 4 // size), 1)
+    for number in range(num_turns):
         chosen = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
         parts = {mode: _together(engine, chosen, plan, mode) for mode in MODES}
         base = parts["off"]
         for mode, part in parts.items():
-            for name in ("tokens", "seconds", "cpu_s", "drafted", "accepted", "steps"):
+            for name in ("tokens", "seconds", "cpu_s", "whole_tokens", "whole_s", "drafted", "accepted", "steps"):
                 setattr(total[mode], name, getattr(total[mode], name) + getattr(part, name))
             scale = part.tokens / base.tokens
             turns[mode].append((scale * base.seconds / part.seconds, scale * base.cpu_s / max(part.cpu_s, 1e-9)))
+        rates = ", ".join(f"{mode} {part.tokens / part.seconds:.1f}" for mode, part in parts.items())
+        report(f"batch {size}, turn {number + 1} of {num_turns}: {rates} tokens/s")
     return {
         "batch": size,
         "modes": {
             mode: {
                 "tokens_per_s": round(run.tokens / run.seconds, 2),
                 "tokens_per_cpu_s": round(run.tokens / max(run.cpu_s, 1e-9), 2),
+                "whole_tokens_per_s": round(run.whole_tokens / run.whole_s, 2),
                 "speedup": round(statistics.median(wall for wall, _ in turns[mode]), 3),
                 "cpu_speedup": round(statistics.median(cpu for _, cpu in turns[mode]), 3),
                 "acceptance": round(run.acceptance, 3),
@@ -174,42 +227,34 @@ def _batch(engine: Engine, prompts: list[list[int]], plan: Plan, size: int) -> d
 
 
 def _together(engine: Engine, prompts: list[list[int]], plan: Plan, mode: Mode) -> _Run:
-    """All prompts at once, timed from the first token of the last to begin until all have ended."""
+    """All prompts at once."""
     drafter = engine.drafter
     assert drafter is not None
     if mode == "all":
         engine.drafter = _All(drafter)
     draft: Drafting = "on" if mode == "all" else mode
     sampling = SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens)
-    run = _Run()
+    run, watch = _Run(), _Watch(len(prompts))
     try:
-        handles = [
-            engine.submit(Request(prompt_ids=tuple(prompt), sampling=sampling, draft=draft, replay="off", keep=False))
-            for prompt in prompts
-        ]
-        heard: list[list[Event]] = []
-        for handle in handles:
-            # what comes before its first token is prefill
-            heard.append([])
-            for event in handle:
-                heard[-1].append(event)
-                if isinstance(event, Token):
-                    break
-        started, cpu_began = time.perf_counter(), time.process_time()
-        for handle, events in zip(handles, heard, strict=True):
-            events += handle
-            end = events[-1]
-            assert isinstance(end, Finished)
-            if end.reason == "error":
-                raise RuntimeError(f"an answer failed: {end.error}")
-            run.answers.append([event.id for event in events if isinstance(event, Token)])
-            run.tokens += end.completion_tokens - 1
-            run.drafted += end.drafted_tokens
-            run.accepted += end.accepted_tokens
-            run.steps += end.draft_steps
-        run.seconds, run.cpu_s = time.perf_counter() - started, time.process_time() - cpu_began
+        for number, prompt in enumerate(prompts):
+            request = Request(prompt_ids=tuple(prompt), sampling=sampling, draft=draft, replay="off", keep=False)
+            engine.submit(request, partial(watch.hear, number))
+        watch.all_ended.wait()
     finally:
         engine.drafter = drafter
+    for events in watch.events:
+        end = events[-1]
+        assert isinstance(end, Finished)
+        if end.reason == "error":
+            raise RuntimeError(f"an answer failed: {end.error}")
+        run.answers.append([event.id for event in events if isinstance(event, Token)])
+        run.whole_tokens += end.completion_tokens - 1
+        run.drafted += end.drafted_tokens
+        run.accepted += end.accepted_tokens
+        run.steps += end.draft_steps
+    began, first_end, last_end = watch.marks[0], watch.marks[1], watch.marks[-1]
+    run.tokens, run.seconds, run.cpu_s = watch.tokens, first_end[0] - began[0], first_end[1] - began[1]
+    run.whole_s = last_end[0] - began[0]
     return run
 
 
@@ -233,13 +278,14 @@ def as_text(values: dict[str, Any]) -> str:
         "tokens a step with all drafts: "
         + ", ".join(f"{kind} {number:.2f}" for kind, number in values["acceptance"].items()),
         f"{'batch':>5} {'drafts':>6} {'tokens/s':>9} {'speedup':>8} {'by CPU time':>11} "
-        f"{'tokens a step':>14} {'verified':>9} {'wasted':>7}",
+        f"{'tokens a step':>14} {'verified':>9} {'wasted':>7} {'to the last end':>16}",
     ]
     for batch in values["batches"]:
         for mode, run in batch["modes"].items():
             lines.append(
                 f"{batch['batch']:>5} {mode:>6} {run['tokens_per_s']:>9.1f} {run['speedup']:>8.2f} "
                 f"{run['cpu_speedup']:>11.2f} "
-                f"{run['acceptance']:>14.2f} {run['width']:>9.2f} {run['wasted_rows']:>7}"
+                f"{run['acceptance']:>14.2f} {run['width']:>9.2f} {run['wasted_rows']:>7} "
+                f"{run['whole_tokens_per_s']:>16.1f}"
             )
     return "\n".join(lines)

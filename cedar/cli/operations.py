@@ -91,6 +91,8 @@ def bench_draft(
 ) -> None:
     """Speed and acceptance with the model's own draft, against the same answers without it."""
     import json
+    import sys
+    from functools import partial
 
     from cedar.cli import draft_test
     from cedar.engine.load import open_model
@@ -102,5 +104,5 @@ def bench_draft(
         temperature=temperature,
         identity_prompts=identity,
     )
-    values = draft_test.measure(open_model(model), plan)
+    values = draft_test.measure(open_model(model), plan, report=partial(print, file=sys.stderr, flush=True))
     print(json.dumps(values, indent=2) if as_json else draft_test.as_text(values))

@@ -157,10 +157,9 @@ class Engine:
         self._running: list[Sequence] = []
         self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
-        # to draft or not; to verify all drafts or those that pay
-        self._cost, self._pace, self._breadth = StepCost(), Pace(), Pace()
-        # of the drafts that are verified now, if they were weighed at all
-        self._took_all: bool | None = None
+        self._cost, self._pace = StepCost(), Pace()
+        # when a step of generated tokens alone was done with, and which it was
+        self._turn = (0, 0.0)
         # seconds that the step's drafts took, 0 for one without
         self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
@@ -732,7 +731,7 @@ class Engine:
         except Exception as error:  # whose fault it is shows when each runs alone
             self._take_apart(work, error)
             return
-        seconds = self._note(work, began)
+        self._note(work, began)
         decodes = all(one.sequence.status is Status.DECODE for one in work)
         before = sum(len(one.sequence.tokens) for one in work)
         for one, rows_TV in zip(work, logits, strict=True):
@@ -741,7 +740,7 @@ class Engine:
             self._guarded(absorb, one.sequence, one, rows_TV)
         if decodes:
             # steps with chunks of prompts tell nothing of what a draft's row costs
-            self._note_drafts(work, before, seconds)
+            self._note_drafts(work, before)
 
     @contextmanager
     def _few_rows(self) -> Iterator[None]:
@@ -755,15 +754,25 @@ class Engine:
         finally:
             torch.set_num_threads(self._threads)
 
-    def _note_drafts(self, work: list[_Work], before: int, seconds: float) -> None:
-        """Learn what drafts cost and bring, from a step of generated tokens alone; there were `before` tokens."""
-        if self.drafter is None:
+    def _note_drafts(self, work: list[_Work], before: int, *, is_usual: bool = True) -> None:
+        """Learn what drafts cost and bring, from a step of generated tokens alone; there were `before` tokens.
+
+        What lies between steps counts as a step's own, so one behind another kind of step, or an unusual one, tells
+        nothing.
+        """
+        number, ended = self._turn
+        self._turn = self._num_steps, time.monotonic()
+        if self.drafter is None or not is_usual or number != self._num_steps - 1:
             return
-        self._cost.note(len(work), sum(len(one.proposal.ids) for one in work), seconds)
+        sequences, seconds = len(work), self._turn[1] - ended - self._drafted_s
+        rows = self._rows_run(sequences + sum(len(one.proposal.ids) for one in work))
         tokens = sum(len(one.sequence.tokens) for one in work) - before
-        self._pace.note(len(work), self._drafted_s > 0, tokens, seconds + self._drafted_s)
-        if self._took_all is not None:
-            self._breadth.note(len(work), self._took_all, tokens, seconds + self._drafted_s)
+        self._cost.note(sequences, rows, seconds)
+        self._pace.note(sequences, rows, tokens, seconds, self._drafted_s)
+
+    def _rows_run(self, count: int) -> int:
+        """Rows that a step of so many generated tokens and drafts runs, those included that only fill it up."""
+        return count if self._runner is None else self._runner.filled(count)
 
     def _step_slots(self, work: list[_Work], runner: DecodeRunner) -> list[_Work]:
         """A token and drafts of those who decode and have a slot or get one; returns the others, all if it failed."""
@@ -794,7 +803,7 @@ class Engine:
                     self._guarded(lambda s: runner.leave(s.state), sequence)
             runner.retire()
             return [one for one in work if one.sequence.state is not None]
-        seconds = self._note(together, began)
+        self._note(together, began)
         before = sum(len(one.sequence.tokens) for one in together)
         first = 0
         for one, row in zip(together, rows, strict=True):
@@ -807,8 +816,7 @@ class Engine:
         is_usual, self._num_graphs = runner.num_graphs == self._num_graphs, runner.num_graphs
         if len(together) < len(work):
             return [one for one in work if one not in together]
-        if is_usual:
-            self._note_drafts(work, before, seconds)
+        self._note_drafts(work, before, is_usual=is_usual)
         return []
 
     def _absorb_slot(
@@ -901,7 +909,7 @@ class Engine:
 
     def _draft(self, work: list[_Work], num_rows: int) -> None:
         """Let the drafter propose, and verify as many drafts as pay and as the step has rows for."""
-        self._drafted_s, self._took_all = 0.0, None
+        self._drafted_s = 0.0
         if self._runner is not None:
             num_rows = min(num_rows, self._runner.max_step_rows - len(work))
         if self.drafter is None or num_rows <= 0:
@@ -917,7 +925,7 @@ class Engine:
                 continue
             if request.draft == "auto":
                 if pays is None:
-                    pays = self._pace.prefers(len(work))
+                    pays = self._pace.prefers(len(work), self._cost_of(len(work)))
                 if not pays:
                     continue
             assert sequence.sampler is not None
@@ -945,17 +953,25 @@ class Engine:
             log.warning("the drafter failed; the step runs without drafts", exc_info=True)
             return
         proposals = [proposal.cut(request.limit) for request, proposal in pairs]
-        cost = None
         # without confidences there is nothing to weigh a row's cost against
-        if any(proposal.confidence is not None for proposal in proposals):
-            self._took_all = self._breadth.prefers(len(work))
-            cost = None if self._took_all else self._cost.of(len(work))
-        spent = time.monotonic() - began
-        widths = choose_widths(proposals, num_rows, base_rows=len(work), cost=cost, spent=spent)
+        weighs = any(proposal.confidence is not None for proposal in proposals)
+        widths = choose_widths(
+            proposals,
+            num_rows,
+            base_rows=len(work),
+            cost=self._cost.of(len(work)) if weighs else None,
+            filled=None if self._runner is None else self._runner.filled,
+            spent=time.monotonic() - began,
+        )
         for one, proposal, width in zip(drafted, proposals, widths, strict=True):
             one.proposal = proposal.cut(self._width_with_room(one.sequence, width))
         self._drafted_s = time.monotonic() - began
         self.metrics.draft_s += self._drafted_s
+
+    def _cost_of(self, sequences: int) -> Callable[[int], float] | None:
+        """Seconds of a step by the rows asked for, if that is known."""
+        cost = self._cost.of(sequences)
+        return None if cost is None else lambda count: cost(self._rows_run(count))
 
     def _width_with_room(self, sequence: Sequence, width: int) -> int:
         """As many of the drafts as find pages; nobody is set aside for them."""
@@ -999,8 +1015,8 @@ class Engine:
                 # a chunk may have overwritten windows that it still needs
                 self._restart(one.sequence)
 
-    def _note(self, work: list[_Work], began: float) -> float:
-        """Count the step's rows and learn how long such steps take; the seconds of this one."""
+    def _note(self, work: list[_Work], began: float) -> None:
+        """Count the step's rows and learn how long such steps take."""
         now = time.monotonic()
         self._num_steps += 1
         counts = {"decode": 0, "verify": 0}
@@ -1027,7 +1043,6 @@ class Engine:
             self._since_decode += 1
             if not any(sequence.status is Status.DECODE for sequence in self._running):
                 self._last_tokens_s = 0.0
-        return now - began
 
     def _absorb_chunk(self, sequence: Sequence, work: _Work, rows_TV: Tensor) -> None:
         """Rows of a prompt, or of answer tokens that were known already, have run."""

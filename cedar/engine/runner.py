@@ -183,6 +183,7 @@ class DecodeRunner:
 
         # beyond some hundred rows the kernels for few rows give way to others
         self.max_step_rows = most = max(max_rows, min(self._num_tokens * max_rows, _MOST_ROWS))
+        self._filled = [_rounded(max(count, 1), most) for count in range(most + 1)]
         # a round's rows are fewer than a step's, but each has a random number for every token
         self._staged = staged((_NUM_INTEGERS + _NUM_FLOATS + max(_NUM_DRAWN, self._num_tokens)) * most)
         self._answers = staged(most)
@@ -206,6 +207,10 @@ class DecodeRunner:
             places.append(place)
         return places
 
+    def filled(self, count: int) -> int:
+        """Rows that the graph of so many has; what no graph holds runs as it is."""
+        return self._filled[count] if count < len(self._filled) else count
+
     def retire(self) -> None:
         """Take nobody in any more, once all have left."""
         self._free.clear()
@@ -213,7 +218,7 @@ class DecodeRunner:
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = log.info) -> None:
         """Make the graphs of every number of rows at the shortest context, telling how far it is."""
-        counts = sorted({_rounded(count, self.max_step_rows) for count in range(1, self.max_step_rows + 1)})
+        counts = sorted(set(self._filled))
         rounds = [] if self._draft is None else [count for count in counts if count <= self.max_rows]
         makers: list[tuple[str, Callable[[], object]]] = [
             *((f"{count} rows", partial(self._graph, count, 1, "plain")) for count in counts),
@@ -288,7 +293,7 @@ class DecodeRunner:
             ids += row.ids
             uniforms += row.sampler.uniforms(width)
             longest = max(longest, start + width)
-        graph = self._graph(_rounded(num_rows, self.max_step_rows), longest, rule)
+        graph = self._graph(self._filled[num_rows], longest, rule)
         self._stage(graph, slots, positions, ids, uniforms)
         if rule == "drawn":
             self._stage_drawn(graph, rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, islice, repeat
+from itertools import accumulate
 from operator import mul
 from typing import Any, Protocol
 
@@ -60,7 +60,7 @@ class Proposal:
         confidence: For each token the probability that it is accepted if those before it are; None if unknown.
 
     Raises:
-        ShapeError: A list of another length than `ids`.
+        ShapeError: A list of another length than `ids`, or a confidence that is no probability.
     """
 
     ids: tuple[int, ...] = ()
@@ -71,6 +71,8 @@ class Proposal:
         for name, values in (("probs", self.probs), ("confidence", self.confidence)):
             if values is not None and len(values) != len(self.ids):
                 raise ShapeError(f"a proposal of {len(self.ids)} tokens has {len(values)} {name}, expected one each")
+        if self.confidence and not 0 <= min(self.confidence) <= max(self.confidence) <= 1:
+            raise ShapeError(f"a proposal has the confidences {self.confidence}, expected probabilities")
 
     def cut(self, length: int) -> Proposal:
         """The first `length` tokens of it."""
@@ -93,99 +95,133 @@ class Drafter(Protocol):
         """
 
 
-class StepCost:
-    """Seconds of a step of generated tokens by its drafts, as steps have shown: a line for each number of sequences.
+@dataclass(slots=True)
+class _Line:
+    """Seconds by drafts: the latest steps' means, and how steps differed from those just before them."""
 
-    A sequence more costs much more than a draft more, so the two are not mixed. What was seen long ago counts less, and
-    a step that something else held up counts as twice the usual at most. Until widths have varied, a draft is taken to
-    cost a few hundredths of a step.
+    drafts: float
+    seconds: float
+    spread: float = 0.0
+    covariance: float = 0.0
+
+
+class StepCost:
+    """Seconds of a step of generated tokens by its drafts, as steps have shown: a line for each size of batch.
+
+    A machine's speed changes by more than a draft costs, so how long steps take is what the latest say, and what a
+    draft costs, as a part of a step without any, is learnt over many from how each differs from those just before it.
+    A step that something else held up counts as twice the usual at most. Until drafts have varied, one is taken to cost
+    a few hundredths of a step.
     """
 
-    # a draft's part of a step without drafts, as prior, and how many squared drafts of variation outweigh it
-    _PRIOR, _WEIGHT = 0.06, 50.0
-    _KEEP = 0.99
+    # a draft's part of a step without drafts, as prior, of which a tenth always stays, and how many squared drafts of
+    # variation a sequence outweigh it
+    _PRIOR, _LEAST, _WEIGHT = 0.06, 0.1, 25.0
+    # of a draft's part, and of how long steps take
+    _KEEP, _KEEP_LEVEL = 0.998, 0.8
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[float]] = {}
+        # by the sequences' number of bits
+        self._lines: dict[int, _Line] = {}
 
-    def note(self, sequences: int, drafts: int, seconds: float) -> None:
-        """A step of so many sequences and drafts took so long."""
-        old = self._sums.get(sequences, [0.0] * 5)
-        if old[0]:
-            expected = self.of(sequences)(sequences + drafts)
-            seconds = min(seconds, 2 * expected)
-            if 2 * seconds < expected:
-                # those before were held up, all of them
-                old = [0.0] * 5
-        keep, (count, sum_x, sum_y, sum_xx, sum_xy) = self._KEEP, old
-        self._sums[sequences] = [
-            keep * count + 1,
-            keep * sum_x + drafts,
-            keep * sum_y + seconds,
-            keep * sum_xx + drafts * drafts,
-            keep * sum_xy + drafts * seconds,
-        ]
+    def note(self, sequences: int, rows: int, seconds: float) -> None:
+        """A step of so many rows, those included that only fill it up, took so long."""
+        drafts = rows - sequences
+        line = self._lines.setdefault(sequences.bit_length(), _Line(drafts, seconds))
+        part = self._part(line, sequences)
+        base = line.seconds / (1 + part * line.drafts)
+        expected = base * (1 + part * drafts)
+        seconds = min(seconds, 2 * expected)
+        if 2 * seconds < expected:
+            # those before were held up, all of them
+            line.drafts, line.seconds = drafts, seconds
+        more, longer = drafts - line.drafts, seconds - line.seconds
+        line.spread = self._KEEP * line.spread + more * more
+        line.covariance = self._KEEP * line.covariance + more * longer / base
+        line.drafts += (1 - self._KEEP_LEVEL) * more
+        line.seconds += (1 - self._KEEP_LEVEL) * longer
 
-    def of(self, sequences: int) -> Callable[[float], float]:
-        """What a step of so many sequences takes, by its rows; in units of nothing before the first note."""
-        prior = self._PRIOR / math.sqrt(sequences)
-        count, sum_x, sum_y, sum_xx, sum_xy = self._sums.get(sequences, [0.0] * 5)
-        if not count:
-            return lambda rows: 1.0 + prior * (rows - sequences)
-        mean_x, mean_y = sum_x / count, sum_y / count
-        spread, covariance = sum_xx - count * mean_x**2, sum_xy - count * mean_x * mean_y
-        expected = prior * mean_y / (1 + prior * mean_x)
-        slope = max((covariance + self._WEIGHT * expected) / (spread + self._WEIGHT), 0.0)
-        base = max(mean_y - slope * mean_x, 0.1 * mean_y)
-        return lambda rows: base + slope * (rows - sequences)
+    def of(self, sequences: int) -> Callable[[float], float] | None:
+        """What a step of so many sequences takes, by its rows; None before the first note."""
+        if not self._lines:
+            return None
+        line = self._lines[nearest(self._lines, sequences.bit_length())]
+        part = self._part(line, sequences)
+        base = line.seconds / (1 + part * line.drafts)
+        return lambda rows: base * (1 + part * (rows - sequences))
+
+    def _part(self, line: _Line, sequences: int) -> float:
+        prior, weight = self._PRIOR / math.sqrt(sequences), self._WEIGHT * sequences
+        return max((line.covariance + weight * prior) / (line.spread + weight), self._LEAST * prior)
+
+
+@dataclass(slots=True)
+class _Ways:
+    """Steps without drafts and with them, and of these by sequence, the newest most: tokens, rows, a round's share."""
+
+    plain: int = 0
+    drafted: int = 0
+    tokens: float = 0.0
+    rows: float = 0.0
+    share: float = 0.0
 
 
 class Pace:
-    """Which of two ways has been the faster lately, by how many sequences decode at once.
+    """Whether drafting is the faster, by how many sequences decode at once.
 
-    To draft, or not to: a pass of the draft costs the same whether its tokens are taken or not, so the choice of widths
-    cannot tell. To verify all drafts, or those that pay: rows that fill up a graph or a product cost next to nothing,
-    which a line through what steps took does not show.
+    A round costs the same whether its tokens are taken or not, so the choice of widths cannot tell. What drafted steps
+    brought lately is held against what the same steps would take without drafts (`StepCost`): both at the speed that
+    the machine has now.
     """
 
-    # a step in so many goes the other way, to see whether that still holds
-    _PROBE = 64
+    # a step in so many goes the other way, to see whether that still holds, and fewer where drafting is faster by a
+    # quarter: its steps show by themselves when they bring less
+    _PROBE, _CLEAR, _SELDOM = 64, 1.25, 512
     # steps of each kind before the two are compared, and how often the other way is taken until then
     _FIRST, _FIRST_PROBE = 3, 8
     _KEEP = 0.9
 
     def __init__(self) -> None:
-        # (bucket, first way) -> steps, and tokens and seconds of which the newest weigh most
-        self._seen: dict[tuple[int, bool], tuple[int, float, float]] = {}
+        # by the sequences' number of bits
+        self._seen: dict[int, _Ways] = {}
         self._turn = 0
 
-    def prefers(self, num_sequences: int) -> bool:
-        """Whether the next step should go the first way."""
-        bucket = num_sequences.bit_length()
-        known = [other for other in {bucket for bucket, _ in self._seen} if self._is_known(other)]
-        if not known:
-            second, first = self._of(bucket)
-            # a few of each, the first way first
-            return first[0] <= second[0]
+    def prefers(self, sequences: int, cost: Callable[[int], float] | None) -> bool:
+        """Whether the next step should draft, if steps of so many rows take so long."""
+        bits = sequences.bit_length()
+        known = [other for other, ways in self._seen.items() if min(ways.plain, ways.drafted) >= self._FIRST]
+        if not known or cost is None:
+            ways = self._seen.get(bits, _Ways())
+            # a few of each, with drafts first
+            return ways.drafted <= ways.plain
         # until a number of sequences has shown its own, the nearest one's counts
-        second, first = self._of(min(known, key=lambda other: (abs(other - bucket), other)))
-        faster = first[1] * second[2] >= second[1] * first[2]
+        ways = self._seen[nearest(known, bits)]
+        step_s = cost(round(ways.rows * sequences)) * (1 + ways.share)
+        gain = ways.tokens * cost(sequences) / step_s
+        every = self._FIRST_PROBE if bits not in known else self._PROBE if gain < self._CLEAR else self._SELDOM
         self._turn += 1
-        return faster != (self._turn % (self._PROBE if bucket in known else self._FIRST_PROBE) == 0)
+        return (gain >= 1) != (self._turn % every == 0)
 
-    def _of(self, bucket: int) -> tuple[tuple[int, float, float], tuple[int, float, float]]:
-        """(steps, tokens, seconds) of the second way and of the first."""
-        none = 0, 0.0, 1.0
-        return self._seen.get((bucket, False), none), self._seen.get((bucket, True), none)
+    def note(self, sequences: int, rows: int, tokens: int, seconds: float, drafted_s: float) -> None:
+        """A step gave so many tokens and took so long, and its drafts before that, 0 for one without."""
+        ways = self._seen.setdefault(sequences.bit_length(), _Ways())
+        if not drafted_s:
+            ways.plain += 1
+            return
+        ways.drafted += 1
+        part = max(1 - self._KEEP, 1 / ways.drafted)
+        ways.tokens += part * (tokens / sequences - ways.tokens)
+        ways.rows += part * (rows / sequences - ways.rows)
+        ways.share += part * (drafted_s / seconds - ways.share)
 
-    def _is_known(self, bucket: int) -> bool:
-        return min(steps for steps, _, _ in self._of(bucket)) >= self._FIRST
 
-    def note(self, num_sequences: int, first: bool, tokens: int, seconds: float) -> None:
-        """A step of so many sequences gave so many tokens, the first way or the second."""
-        key = num_sequences.bit_length(), first
-        steps, old_tokens, old_seconds = self._seen.get(key, (0, 0.0, 0.0))
-        self._seen[key] = (steps + 1, self._KEEP * old_tokens + tokens, self._KEEP * old_seconds + seconds)
+def nearest(known: Iterable[int], number: int) -> int:
+    """Of the known numbers the one nearest to another; the smaller of two.
+
+    >>> nearest([1, 5], 3)
+    1
+    """
+    return min(known, key=lambda other: (abs(other - number), other))
 
 
 def choose_widths(
@@ -194,18 +230,20 @@ def choose_widths(
     *,
     base_rows: int | None = None,
     cost: Callable[[float], float] | None = None,
+    filled: Callable[[int], int] | None = None,
     spent: float = 0.0,
 ) -> list[int]:
     """How many tokens of each proposal are verified when `num_rows` more rows fit into the step.
 
     The likeliest to be accepted come first: by the product of confidences up to the token (1 where unknown), then
-    the earlier token, then the earlier sequence. One more is taken while that raises the tokens to be expected a
-    second, and none after the first that does not: whether a token is verified never depends on a later one of its
-    sequence, which keeps the choice lossless.
+    the earlier token, then the earlier sequence. As many are taken as give the most tokens a second, by what is to be
+    expected. Where drafts were drawn, rows are added one by one while that raises it and none after the first that does
+    not: whether a token is verified never depends on a later one of its sequence, which keeps the choice lossless.
 
     Args:
         base_rows: Rows that run anyway, each of which gives a token; one a proposal by default.
         cost: Seconds of a step of so many rows; None takes all steps for equal, and so every row that fits.
+        filled: Rows that really run in place of so many, all of which cost the same; by default only those asked for.
         spent: Seconds of the round that proposed, which the step's tokens have to make up for: the more it took, the
             more rows pay.
 
@@ -214,39 +252,68 @@ def choose_widths(
     >>> choose_widths([Proposal(ids=(1, 2, 3)), Proposal(ids=(4,))], 3)
     [2, 1]
     >>> one = Proposal(ids=(1, 2, 3, 4, 5), confidence=(0.9, 0.8, 0.5, 0.4, 0.3))
-    >>> choose_widths([one], 5, cost=lambda rows: 1 / (100, 98, 95, 90, 85, 80)[int(rows) - 1])
+    >>> times = (1 / 100, 1 / 98, 1 / 95, 1 / 90, 1 / 85, 1 / 80)
+    >>> choose_widths([one], 5, cost=lambda rows: times[int(rows) - 1])
     [3]
-    >>> choose_widths([one], 5, cost=lambda rows: 1 / (100, 98, 95, 90, 85, 80)[int(rows) - 1], spent=0.01)
+    >>> choose_widths([one], 5, cost=lambda rows: times[int(rows) - 1], spent=0.01)
     [4]
+    >>> choose_widths([one], 5, cost=lambda rows: times[int(rows) - 1], filled=lambda rows: -(-rows // 3) * 3)
+    [5]
     """
     widths = [len(proposal.ids) for proposal in proposals]
     if cost is None and sum(widths) <= num_rows:
         return widths
-    ranked: list[tuple[float, int, int]] = []
-    for number, proposal in enumerate(proposals):
-        if proposal.confidence is None:
-            survivals: Iterable[float] = repeat(-1.0, widths[number])
-        else:
-            confidence: Iterable[float] = proposal.confidence
-            if widths[number] and not 0 <= min(confidence) <= max(confidence) <= 1:
-                # never above an earlier one's, so that a prefix is taken whatever the drafter says
-                confidence = [min(max(value, 0.0), 1.0) for value in confidence]
-            survivals = islice(accumulate(confidence, mul, initial=-1.0), 1, None)
-        ranked += zip(survivals, count(), repeat(number))
-    ranked.sort()
+    # by draft, one sequence after the other: whose it is, and the probability that it is accepted
+    owners: list[int] = []
+    survivals: list[float] = []
+    for number, (proposal, width) in enumerate(zip(proposals, widths, strict=True)):
+        owners += [number] * width
+        survivals += [1.0] * width if proposal.confidence is None else accumulate(proposal.confidence, mul)
+    order: list[int] | range = range(len(owners))
+    if any(proposal.confidence is None for proposal in proposals):
+        # the earlier token first
+        order = sorted(order, key=[place for width in widths for place in range(width)].__getitem__)
+    order = sorted(order, key=survivals.__getitem__, reverse=True)
+    taken = min(max(num_rows, 0), len(order))
+    if cost is not None:
+        base = len(proposals) if base_rows is None else base_rows
+        taken = _fastest([survivals[draft] for draft in order[:taken]], base, cost, spent, filled, proposals)
     widths = [0] * len(proposals)
-    rows = len(proposals) if base_rows is None else base_rows
-    expected = float(rows)
-    best = 0.0 if cost is None else expected / (spent + cost(rows))
-    for negative, _, number in ranked[: max(num_rows, 0)]:
-        rows, expected = rows + 1, expected - negative
-        if cost is not None:
-            speed = expected / (spent + cost(rows))
-            if speed <= best:
-                break
-            best = speed
-        widths[number] += 1
+    for draft in order[:taken]:
+        widths[owners[draft]] += 1
     return widths
+
+
+def _fastest(
+    survivals: list[float],
+    base: int,
+    cost: Callable[[float], float],
+    spent: float,
+    filled: Callable[[int], int] | None,
+    proposals: Sequence[Proposal],
+) -> int:
+    """How many of the drafts, the likeliest first, give the most tokens a second."""
+    expected = list(accumulate(survivals, initial=float(base)))
+    taken = 0
+    if filled is None or any(proposal.probs for proposal in proposals):
+        fastest = 0.0
+        for count, tokens in enumerate(expected):
+            speed = tokens / (spent + cost(base + count))
+            if speed <= fastest:
+                break
+            fastest, taken = speed, count
+        # what fills a step up costs nothing
+        return taken if filled is None or not taken else min(filled(base + taken) - base, len(survivals))
+    fastest, count = 0.0, 0
+    while count <= len(survivals):
+        # a step's last row, since all up to it cost the same
+        rows = filled(base + count)
+        count = min(rows - base, len(survivals))
+        speed = expected[count] / (spent + cost(rows))
+        if speed > fastest:
+            fastest, taken = speed, count
+        count += 1
+    return taken
 
 
 class ModelDrafter:
@@ -310,29 +377,20 @@ class ModelDrafter:
         position_A = torch.tensor([request.state.num_tokens for request in requests], device=target.device)
         context = torch.stack(rows).to(target.dtype), torch.stack(visible)
         blocks = draft(anchor_A, position_A, *context, target.rounding)
-        return self._chosen(requests, blocks.base_AGV, blocks.hidden_AGD)
-
-    @torch.inference_mode()
-    def _chosen(self, requests: Sequence[DraftRequest], base_AGV: Tensor, hidden_AGD: Tensor) -> list[Proposal]:
-        """Tokens left to right: the likeliest, or drawn."""
-        draft, rounding = self._draft, self._draft.target.rounding
         sampled = [number for number, request in enumerate(requests) if _draws(request)]
-        previous_A = torch.tensor([request.tokens[-1] for request in requests], device=base_AGV.device)
-        tokens, embeddings = [], []
         probs: list[list[Tensor]] = [[] for _ in requests]
-        for place in range(max(request.limit for request in requests)):
-            embedding_AR, bias_AV = draft.markov(previous_A, rounding)
-            logits_AV = base_AGV[:, place] + bias_AV
-            previous_A = logits_AV.argmax(-1)
+
+        def choose(place: int, logits_AV: Tensor) -> Tensor:
+            chosen_A = logits_AV.argmax(-1)
             for number in sampled:
                 request = requests[number]
-                previous_A[number], prob_V = draw(logits_AV[number], request.sampling, request.generator)
-                probs[number].append(prob_V)
-            tokens.append(previous_A)
-            embeddings.append(embedding_AR)
-        confidence_AG = draft.confidence(hidden_AGD[:, : len(tokens)], torch.stack(embeddings, 1), rounding)
-        ids, confidence = torch.stack(tokens, 1).tolist(), confidence_AG.cpu().numpy()
-        return self._proposals(requests, ids, confidence, probs)
+                if place < request.limit:
+                    chosen_A[number], prob_V = draw(logits_AV[number], request.sampling, request.generator)
+                    probs[number].append(prob_V)
+            return chosen_A
+
+        ids_AG, _, confidence_AG = draft.greedy(anchor_A, blocks, target.rounding, choose)
+        return self._proposals(requests, ids_AG.tolist(), confidence_AG.cpu().numpy(), probs)
 
     def _proposals(
         self,

@@ -61,9 +61,13 @@ class MarkovHead(nn.Module):
         rows = nn.functional.embedding(ids, self.embed.weight)
         return (rounded_weight(rows, "bf16") if rounding.weights else rows).float()
 
+    def weight(self, rounding: Rounding) -> Tensor:
+        """float32 [V, R]: of an embedding, what is added to the base logits."""
+        return self.head.effective_weight(rounding).float()
+
     def forward(self, embedding: Tensor, rounding: Rounding) -> Tensor:
         """float32 [..., V] to add to the base logits."""
-        return dense.linear(embedding, self.head.effective_weight(rounding).float())
+        return dense.linear(embedding, self.weight(rounding))
 
 
 class ConfidenceHead(nn.Module):
@@ -268,14 +272,17 @@ class Draft(nn.Module):
         Args:
             choose: (place, logits [A, V]) -> the tokens there, where it is not the likeliest that are wanted.
         """
-        previous_A, tokens, logits, confidences = anchor_A, [], [], []
+        head = self.mtp[-1].markov_head
+        # decoded once: place after place waits for the one before, so little is done between them
+        weight_VR = head.weight(rounding)
+        previous_A, tokens, logits, embeddings = anchor_A, [], [], []
         for k in range(proposal.base_AGV.shape[1]):
-            embedding_AR, bias_AV = self.markov(previous_A, rounding)
-            logits.append(proposal.base_AGV[:, k] + bias_AV)
+            embeddings.append(head.embedding(previous_A, rounding))
+            logits.append(proposal.base_AGV[:, k] + dense.linear(embeddings[-1], weight_VR))
             previous_A = choose(k, logits[-1])
             tokens.append(previous_A)
-            confidences.append(self.confidence(proposal.hidden_AGD[:, k], embedding_AR, rounding))
-        return torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidences, 1)
+        confidence_AG = self.confidence(proposal.hidden_AGD, torch.stack(embeddings, 1), rounding)
+        return torch.stack(tokens, 1), torch.stack(logits, 1), confidence_AG
 
 
 class DraftStep:

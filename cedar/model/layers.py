@@ -26,6 +26,8 @@ def rounded_weight(weight: Tensor, storage: Storage) -> Tensor:
         return round_rows(weight, FP4_INDEX)
     if storage == "fp8":
         return fake_quantize_tiles(weight)
+    if weight.dtype == torch.bfloat16:
+        return weight
     return weight + (weight.to(torch.bfloat16).to(weight.dtype) - weight).detach()
 
 
