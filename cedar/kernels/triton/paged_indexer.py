@@ -158,7 +158,7 @@ def _read_keys(
 
 @triton.jit
 def _score_keys(query, weight, keys, ALIGNED: tl.constexpr):
-    """[J] float32."""
+    """[J] float32, of a query as `_turn_query` returns it."""
     there, codes, scales = keys
     H: tl.constexpr = query.shape[0]
     GROUPS: tl.constexpr = query.shape[2]
@@ -197,17 +197,21 @@ def _scores(
         query_ptr + t * query_stride, cos_ptr + t * num_angles, sin_ptr + t * num_angles,
         weight_ptr + t * weight_stride, num_heads, num_angles, H, C,
     )  # fmt: skip
-    if ALONE:
-        alone = _read_keys(
-            tl.program_id(0), t, visible, page_ptr, block_ptr, codes_ptr, scales_ptr, code_page, code_row, scale_page,
-            scale_row, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, ALIGNED, C, J,
-        )  # fmt: skip
-    query, weight = _turn_query(query, cos, sin, weight)
     within = tl.arange(0, J)
     if ALONE:
         column = tl.program_id(0) * J + within
-        tl.store(out_ptr + column, _score_keys(query, weight, alone, ALIGNED), mask=column < num_columns)
+        score = tl.full([J], float("-inf"), tl.float32)
+        # beyond what is visible there may be no page
+        if tl.program_id(0) * J < visible:
+            keys = _read_keys(
+                tl.program_id(0), t, visible, page_ptr, block_ptr, codes_ptr, scales_ptr, code_page, code_row,
+                scale_page, scale_row, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, ALIGNED, C, J,
+            )  # fmt: skip
+            code, size = _turn_query(query, cos, sin, weight)
+            score = _score_keys(code, size, keys, ALIGNED)
+        tl.store(out_ptr + column, score, mask=column < num_columns)
     else:
+        code, size = _turn_query(query, cos, sin, weight)
         # this program's share of the tiles that have something to see, then of the others
         num_tiles = tl.cdiv(num_columns, J)
         num_seen = num_tiles
@@ -221,7 +225,7 @@ def _scores(
                 scale_row, num_columns, num_blocks, PER_PAGE, BLOCK, POOLED, ALIGNED, C, J,
             )  # fmt: skip
             column = tile * J + within
-            tl.store(out_ptr + column, _score_keys(query, weight, keys, ALIGNED), mask=column < num_columns)
+            tl.store(out_ptr + column, _score_keys(code, size, keys, ALIGNED), mask=column < num_columns)
         share = tl.cdiv(num_tiles - num_seen, tl.num_programs(0))
         start = num_seen + tl.program_id(0) * share
         for tile in range(start, tl.minimum(start + share, num_tiles)):
