@@ -154,8 +154,11 @@ def call_all(size: dict[str, int]) -> None:
     index, weight = torch.zeros(rows, 32, 128, **half), torch.zeros(rows, 32, **half)
     for per_page in (64, 128):
         pages_of = Paged(_stored(FP4_INDEX, 3, per_page, 128), torch.zeros(3, 8, dtype=torch.int64), row)
-        paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, size["entries"])
-        paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, block, 8)
+        # a tile a program, and several
+        for columns in (size["entries"], 2**17):
+            paged_indexer.paged_index_scores(index, cos, cos, weight, pages_of, row, columns)
+        for blocks_of in (block, torch.zeros(rows, 2**14, dtype=torch.int64)):
+            paged_indexer.paged_pool_scores(index, cos, cos, weight, pages_of, row, blocks_of, 8)
     topk.top_entries(torch.zeros(rows, 2**17), 512)
     topk.top_members(torch.zeros(rows, 2**15), 512, torch.zeros(rows, 2**12, dtype=torch.int64), 8)
     for spec, width in ((FP8, channels), (FP4_MAIN, channels), (FP4_INDEX, size["index_channels"])):
@@ -207,12 +210,13 @@ def call_all(size: dict[str, int]) -> None:
     # wider tiles; the widest take 20 s
     many = (tensor.repeat(2 * num_experts, 1) for tensor in (u, ids, weights))
     packed_experts.packed_experts(*many, retile(inner_up), retile(inner_up), retile(inner_down), 10.0, True)
+    packed_experts._sorted_tiles(u, ids, num_experts)
     plan, code, scale = (torch.zeros(n, dtype=torch.int32) for n in (16, 4 * 2048, 4 * 128))
     # many rows; half a minute each, so gates and ups at the release's shape alone
     for up in (True, False) if hidden > 1024 else (False,):
         packed_experts._multiply_tiles[(132,)](
-            u.half(), weights, plan, plan, plan, plan, code, scale, code, scale, u.half() if up else u, 15, 4, 1, 256,
-            6, 10.0, UP=up, HALF_OUT=True, ROUNDED=up, num_warps=4, launch_pdl=True,
+            u.half(), weights, plan, plan, plan, code, scale, code, scale, u.half() if up else u, 4, 1, 256, 6, 10.0,
+            UP=up, HALF_OUT=True, ROUNDED=up, num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if hidden > 1024:
         many = (tensor.repeat(128, 1) for tensor in (u, ids, weights))

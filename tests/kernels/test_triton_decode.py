@@ -471,7 +471,11 @@ def test_wide_attention(
     # pages smaller than a tile, a tile that lies on one page, the release's two kinds of pages
     [(4, 32, 8), (3, 64, 64), (32, 128, 8), (2, 128, 128), release(32, 128, 128), release(32, 128, 64)],
 )
-def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int, per_page: int) -> None:
+def test_paged_scores(
+    device: str, dtype: torch.dtype, heads: int, channels: int, per_page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cedar.kernels.triton import paged_indexer
+
     rows = 4
     keys = paged(FP4_INDEX, rows, per_page, channels, 2, device)
     query = (torch.randn(rows, heads, channels, device=device) * 3).to(dtype)
@@ -485,6 +489,11 @@ def test_paged_scores(device: str, dtype: torch.dtype, heads: int, channels: int
     arguments = query, cos, sin, weight, keys, visible
     scores, want = both(lambda: indexer.paged_index_scores(*arguments, 6 * per_page - 3))
     torch.testing.assert_close(scores, want, rtol=1e-4, atol=1e-2)
+    # the same bits by one program a row, which takes tile after tile
+    for name in ("_PROGRAMS", "_PROGRAMS_WIDE", "_PROGRAMS_ALONE"):
+        monkeypatch.setattr(paged_indexer, name, rows)
+    with use_kernels("triton"):
+        assert torch.equal(indexer.paged_index_scores(*arguments, 6 * per_page - 3), scores)
     last = per_page * 3 // 2 - 1
     block = torch.tensor([[0, 1, -1], [0, 7, last], [0, -1, -1], [1, 8, last - 1]], device=device)
     got, want = both(lambda: indexer.paged_pool_scores(*arguments, block, 4))
@@ -976,6 +985,25 @@ def test_packed_experts_of_one_row(
     # sorted into tiles: the same but for the order of sums
     monkeypatch.setattr(one_row_experts, "MOST_ROWS", 0)
     assert float((got - run()).norm() / want.norm()) < 1e-2
+
+
+def test_tiles_stand_by_width(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cedar.kernels.triton import packed_experts as kernel
+
+    # several chunks; experts of more than a tile, of whole tiles, of one row and of nobody
+    monkeypatch.setattr(kernel, "_CHUNK", 64)
+    counts = torch.tensor([300, 0, 33, 128, 16, 1, 90, 65, 17, 64, 262, 80])
+    ids = torch.arange(12).repeat_interleave(counts)[torch.randperm(int(counts.sum()))].to(device)
+    u = torch.randn(len(ids) // 8, 128, device=device, dtype=torch.bfloat16)
+    x, (num_tiles, expert, member) = kernel._sorted_tiles(u, ids.view(-1, 8), len(counts))
+    assert torch.equal(x.sort(-1).values, u.half().sort(-1).values)
+    held = [(int(e), row[row >= 0]) for e, row in zip(expert, member.view(-1, 128)[: int(num_tiles[0])], strict=False)]
+    # choices in their own order, and each once
+    assert all((ids[row] == e).all() and (row.diff() > 0).all() for e, row in held)
+    assert torch.equal(torch.cat([row for _, row in held]).sort().values, torch.arange(len(ids), device=device))
+    assert all((row[len(row[row >= 0]) :] == -1).all() for row in member.view(-1, 128)[: len(held)])
+    widths = [next(width for width in (16, 32, 64, 80, 128) if len(row) <= width) for _, row in held]
+    assert widths == sorted(widths, reverse=True)
 
 
 def test_packed_experts_of_many_rows(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

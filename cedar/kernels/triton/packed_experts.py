@@ -113,15 +113,24 @@ def _plan(
 
 @triton.jit
 def _rank(
-    ids_ptr, u_ptr, x_ptr, count_ptr, rank_ptr, num_choices, chunks, channels, A: tl.constexpr, C: tl.constexpr
+    ids_ptr, u_ptr, x_ptr, count_ptr, rank_ptr, num_choices, chunks, channels,
+    A: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The first programs number an expert's choices, in any order; each other one permutes C channels of a row."""
+    """The first programs count A choices by expert and number each expert's; the others permute C channels of a row."""
     follow()
     if tl.program_id(0) < chunks:
-        choice = tl.program_id(0) * A + tl.arange(0, A)
+        start = tl.program_id(0) * A
+        choice = start + tl.arange(0, A)
         known = choice < num_choices
         ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-        tl.store(rank_ptr + choice, tl.atomic_add(count_ptr + ids, 1, mask=known, sem="relaxed"), mask=known)
+        tl.store(count_ptr + tl.program_id(0) * E + tl.arange(0, E), tl.histogram(ids, E, mask=known))
+        rank = tl.zeros([A], tl.int32)
+        for first in range(0, A, 16):
+            other = start + first + tl.arange(0, 16)
+            other_ids = tl.load(ids_ptr + other, mask=other < num_choices, other=-1).to(tl.int32)
+            before = (other_ids[None, :] == ids[:, None]) & (other[None, :] < choice[:, None])
+            rank += tl.sum(before.to(tl.int32), axis=1)
+        tl.store(rank_ptr + choice, rank, mask=known)
     else:
         piece = tl.program_id(0) - chunks
         pieces = tl.cdiv(channels, C)
@@ -134,33 +143,50 @@ def _rank(
 
 @triton.jit
 def _place(
-    ids_ptr, count_ptr, rank_ptr, first_ptr, tile_ptr, member_ptr, num_choices,
+    ids_ptr, count_ptr, rank_ptr, num_tiles_ptr, tile_ptr, member_ptr, num_choices, chunks,
     A: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Each program places A choices and clears what is left of 16 experts' last tiles."""
+    """Each program places A choices and clears what is left of 16 experts' last tiles.
+
+    Full tiles stand first and the others by the width that they are multiplied in, the widest first: programs that take
+    tiles in turns get as many of each, whoever is popular.
+    """
     follow()
     expert = tl.arange(0, E)
-    tiles = (tl.load(count_ptr + expert) + N - 1) // N
-    first = tl.cumsum(tiles, axis=0) - tiles
-    # every program has its own, to look things up in
-    first_ptr += tl.program_id(0) * E
-    tl.store(first_ptr + expert, first)
+    count = tl.zeros([E], tl.int32)
+    before = tl.zeros([E], tl.int32)
+    for start in range(0, chunks, 16):
+        chunk = start + tl.arange(0, 16)[:, None]
+        each = tl.load(count_ptr + chunk * E + expert[None, :], mask=chunk < chunks, other=0)
+        count += tl.sum(each, axis=0)
+        before += tl.sum(tl.where(chunk < tl.program_id(0), each, 0), axis=0)
+    full, rest = count // N, count % N
+    first = tl.cumsum(full, axis=0) - full
+    tiles = tl.sum(full, axis=0)
+    narrow = (
+        (rest <= 80).to(tl.int32) + (rest <= 64).to(tl.int32) + (rest <= 32).to(tl.int32) + (rest <= 16).to(tl.int32)
+    )
+    last = tl.zeros([E], tl.int32)
+    for width in tl.static_range(5):
+        there = ((rest > 0) & (narrow == width)).to(tl.int32)
+        last = tl.where(there > 0, tiles + tl.cumsum(there, axis=0) - 1, last)
+        tiles += tl.sum(there, axis=0)
     if tl.program_id(0) == 0:
-        for tile in range(tl.max(tiles, axis=0)):
-            tl.store(tile_ptr + first + tile, expert, mask=tile < tiles)
-    tl.debug_barrier()
+        tl.store(num_tiles_ptr, tiles)
+        for tile in range(tl.max(full, axis=0)):
+            tl.store(tile_ptr + first + tile, expert, mask=tile < full)
+        tl.store(tile_ptr + last, expert, mask=rest > 0)
     choice = tl.program_id(0) * A + tl.arange(0, A)
     known = choice < num_choices
     ids = tl.load(ids_ptr + choice, mask=known, other=0).to(tl.int32)
-    rank = tl.load(rank_ptr + choice, mask=known, other=0)
-    tl.store(member_ptr + tl.load(first_ptr + ids, mask=known, other=0) * N + rank, choice, mask=known)
+    rank = tl.load(rank_ptr + choice, mask=known, other=0) + tl.gather(before, ids, 0)
+    tile = rank // N
+    tile = tl.where(tile < tl.gather(full, ids, 0), tl.gather(first, ids, 0) + tile, tl.gather(last, ids, 0))
+    tl.store(member_ptr + tile * N + rank % N, choice, mask=known)
     mine = tl.program_id(0) * 16 + tl.arange(0, 16)
-    there = mine < E
-    count = tl.load(count_ptr + mine, mask=there, other=0)
-    place = tl.load(first_ptr + mine, mask=there, other=0) * N + count
-    slot = tl.arange(0, N)
-    missing = (count + N - 1) // N * N - count
-    tl.store(member_ptr + place[:, None] + slot[None, :], -1, mask=slot[None, :] < missing[:, None])
+    rest = tl.where(mine < E, tl.gather(rest, mine % E, 0), 0)[:, None]
+    place = tl.gather(last, mine % E, 0)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(member_ptr + place, -1, mask=(rest > 0) & (tl.arange(0, N)[None, :] >= rest))
 
 
 @triton.jit
@@ -437,6 +463,26 @@ def _shape(num_choices: int, num_experts: int, tiled: bool, paired: bool) -> _Sh
     return _Shape(64, 16, 128, 128)
 
 
+def _sorted_tiles(u_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, list[Tensor]]:
+    """Permuted rows in float16, and [the number of tiles, their experts, their choices or -1], each padded."""
+    (num_rows, channels), num_choices = u_TD.shape, ids_TK.numel()
+    num_tiles = min(num_choices, num_experts) + num_choices // CAPACITY
+    experts, chunks = next_power_of_2(num_experts), triton.cdiv(num_choices, _CHUNK)
+    # each part aligned, so that one compiled kernel serves all sizes
+    sizes = chunks * experts, num_choices, 1, num_tiles, num_tiles * CAPACITY
+    parts = [-(-size // 16) * 16 for size in sizes]
+    count, rank, *tiles = torch.empty(sum(parts), device=u_TD.device, dtype=torch.int32).split(parts)
+    x = torch.empty(num_rows, channels, device=u_TD.device, dtype=torch.float16)
+    _rank[(chunks + num_rows * triton.cdiv(channels, _PIECE),)](
+        ids_TK, u_TD, x, count, rank, num_choices, chunks, channels, A=_CHUNK, E=experts, C=_PIECE, num_warps=8,
+        launch_pdl=AHEAD,
+    )  # fmt: skip
+    _place[(max(chunks, triton.cdiv(experts, 16)),)](
+        ids_TK, count, rank, *tiles, num_choices, chunks, A=_CHUNK, E=experts, N=CAPACITY, num_warps=8, launch_pdl=AHEAD
+    )
+    return x, tiles
+
+
 def _many_experts(
     u_TD: Tensor,
     ids_TK: Tensor,
@@ -449,30 +495,15 @@ def _many_experts(
 ) -> Tensor:
     """By `wide_experts`, which takes tiles of up to 128 rows and chooses their width itself."""
     (num_rows, channels), k = u_TD.shape, ids_TK.shape[1]
-    num_experts, num_choices, half = w1.codes.shape[0], num_rows * k, u_TD.dtype == torch.bfloat16
-    num_tiles = min(num_choices, num_experts) + num_choices // CAPACITY
-    experts, chunks = next_power_of_2(num_experts), triton.cdiv(num_choices, _CHUNK)
-    placing = max(chunks, triton.cdiv(experts, 16))
+    num_choices, half = num_rows * k, u_TD.dtype == torch.bfloat16
+    x, tiles = _sorted_tiles(u_TD, ids_TK, w1.codes.shape[0])
     new: dict[str, Any] = {"device": u_TD.device}
-    # each part aligned, so that one compiled kernel serves all sizes
-    sizes = num_choices, placing * experts, num_tiles, num_tiles * CAPACITY
-    parts = [-(-size // 16) * 16 for size in sizes]
-    count = torch.zeros(experts, dtype=torch.int32, **new)
-    rank, first, tile, member = torch.empty(sum(parts), dtype=torch.int32, **new).split(parts)
-    x = torch.empty(num_rows, channels, dtype=torch.float16, **new)
-    _rank[(chunks + num_rows * triton.cdiv(channels, _PIECE),)](
-        ids_TK, u_TD, x, count, rank, num_choices, chunks, channels, A=_CHUNK, C=_PIECE, num_warps=4, launch_pdl=AHEAD
-    )
-    _place[(placing,)](
-        ids_TK, count, rank, first, tile, member, num_choices, A=_CHUNK, E=experts, N=CAPACITY, num_warps=4,
-        launch_pdl=AHEAD,
-    )  # fmt: skip
     inner = torch.empty(num_choices, w1.outputs, dtype=torch.float16, **new)
     choice = torch.empty(num_choices, channels, dtype=u_TD.dtype, **new)
     for up, rows, one, two, out in ((True, x, w1, w3, inner), (False, inner, w2, w2, choice)):
         _multiply_tiles[(_PROGRAMS,)](
-            rows, weights_TK, count, first, tile, member, *one[:2], *two[:2], out, experts - 1, *one.codes.shape[1:3],
-            out.shape[1], k, limit, UP=up, HALF_OUT=half, ROUNDED=up and round_inner, num_warps=4, launch_pdl=AHEAD,
+            rows, weights_TK, *tiles, *one[:2], *two[:2], out, *one.codes.shape[1:3], out.shape[1], k, limit,
+            UP=up, HALF_OUT=half, ROUNDED=up and round_inner, num_warps=4, launch_pdl=AHEAD,
         )  # fmt: skip
     y_TD = torch.empty(num_rows, channels, dtype=torch.float32, **new)
     _add_choices[(num_rows, triton.cdiv(channels, 1024))](choice, y_TD, channels, K=k, B=1024, launch_pdl=AHEAD)

@@ -458,11 +458,11 @@ def _produce(
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, share_ptr, count_ptr, first_ptr, tile_ptr, member_ptr,
-    first_codes, first_scales, second_codes, second_scales, out_ptr, last, all_blocks, steps, width, k, limit,
+    x_ptr, share_ptr, num_tiles_ptr, tile_ptr, member_ptr,
+    first_codes, first_scales, second_codes, second_scales, out_ptr, all_blocks, steps, width, k, limit,
     UP: gl.constexpr, HALF_OUT: gl.constexpr, ROUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Gates and ups into permuted rows, or the outputs of choices; `last` is the number of the last expert."""
+    """Gates and ups into permuted rows, or the outputs of choices."""
     gdc_launch_dependents()
     gdc_wait()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -478,8 +478,7 @@ def _multiply_tiles(
     for i in gl.static_range(_STAGES):
         mbarrier.init(full.index(i), count=128)
         mbarrier.init(empty.index(i), count=_GROUPS)
-    # the last expert's tiles are the last
-    num_tiles = gl.load(first_ptr + last) + gl.cdiv(gl.load(count_ptr + last), _CAPACITY)
+    num_tiles = gl.load(num_tiles_ptr)
     programs = gl.cdiv(all_blocks, _GROUPS if UP else 2 * _GROUPS)
     row_k = k if UP else 1
     gl.warp_specialize(
