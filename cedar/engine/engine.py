@@ -159,7 +159,7 @@ class Engine:
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
         self._cost, self._pace = StepCost(), Pace()
         # when a step of generated tokens alone was done with, and which it was
-        self._turn = (0, 0.0)
+        self._turn = (-1, 0.0)
         # seconds that the step's drafts took, 0 for one without
         self._drafted_s = 0.0
         self._num_steps = self._since_decode = 0
