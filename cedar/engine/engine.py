@@ -158,7 +158,7 @@ class Engine:
         self._orders: list[tuple[Callable[[], object], Future[Any]]] = []
         self._share = PrefillShare(self.scheduling.target_tpot_s, self.scheduling.max_step_tokens)
         self._cost, self._pace = StepCost(), Pace()
-        # when a step of generated tokens alone was done with, and which it was
+        # which step was the last of generated tokens alone, and when it was done with
         self._turn = (-1, 0.0)
         # seconds that the step's drafts took, 0 for one without
         self._drafted_s = 0.0

@@ -235,10 +235,11 @@ def choose_widths(
 ) -> list[int]:
     """How many tokens of each proposal are verified when `num_rows` more rows fit into the step.
 
-    The likeliest to be accepted come first: by the product of confidences up to the token (1 where unknown), then
-    the earlier token, then the earlier sequence. As many are taken as give the most tokens a second, by what is to be
-    expected. Where drafts were drawn, rows are added one by one while that raises it and none after the first that does
-    not: whether a token is verified never depends on a later one of its sequence, which keeps the choice lossless.
+    The likeliest to be accepted come first: by the product of confidences up to the token, or where some are unknown
+    and count as 1 by that and the earlier token; then the earlier sequence. As many are taken as give the most tokens a
+    second, by what is to be expected. Where drafts were drawn, rows are added one by one while that raises it and none
+    after the first that does not: whether a token is verified never depends on a later one of its sequence, which keeps
+    the choice lossless.
 
     Args:
         base_rows: Rows that run anyway, each of which gives a token; one a proposal by default.
@@ -277,7 +278,8 @@ def choose_widths(
     taken = min(max(num_rows, 0), len(order))
     if cost is not None:
         base = len(proposals) if base_rows is None else base_rows
-        taken = _fastest([survivals[draft] for draft in order[:taken]], base, cost, spent, filled, proposals)
+        drawn = any(proposal.probs for proposal in proposals)
+        taken = _fastest([survivals[draft] for draft in order[:taken]], base, cost, filled, spent, drawn=drawn)
     widths = [0] * len(proposals)
     for draft in order[:taken]:
         widths[owners[draft]] += 1
@@ -288,14 +290,15 @@ def _fastest(
     survivals: list[float],
     base: int,
     cost: Callable[[float], float],
-    spent: float,
     filled: Callable[[int], int] | None,
-    proposals: Sequence[Proposal],
+    spent: float,
+    *,
+    drawn: bool,
 ) -> int:
     """How many of the drafts, the likeliest first, give the most tokens a second."""
     expected = list(accumulate(survivals, initial=float(base)))
     taken = 0
-    if filled is None or any(proposal.probs for proposal in proposals):
+    if filled is None or drawn:
         fastest = 0.0
         for count, tokens in enumerate(expected):
             speed = tokens / (spent + cost(base + count))

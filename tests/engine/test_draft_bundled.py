@@ -131,4 +131,5 @@ def test_the_bench_says_what_it_should(files: ModelFiles) -> None:
     assert values["acceptance"]["stories"] > 1 and values["speedup"] > 0
     assert [batch["batch"] for batch in values["batches"]] == [1, 2]
     assert values["batches"][0]["modes"]["off"]["width"] == 0
+    assert all(run["whole_tokens_per_s"] > 0 for batch in values["batches"] for run in batch["modes"].values())
     assert "tokens a step" in as_text(values)

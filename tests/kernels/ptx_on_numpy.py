@@ -58,7 +58,7 @@ def _step(held: dict[str, Register], instruction: str) -> None:
         case "fma.rn.f32":
             y = (a.view(np.float32) * b.view(np.float32) + c.view(np.float32)).view(np.uint32)
         case _:
-            raise NotImplementedError(name)
+            raise ValueError(f"{instruction}: {name} is not among the instructions that run here")
     held[target] = y
 
 

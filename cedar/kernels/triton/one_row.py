@@ -3,8 +3,8 @@
 A program has 32 outputs, which share their scales, so the scale multiplies x once for all of them. Words are loaded
 two steps ahead of their use, the first ones while the kernel before still runs; a code is widened by half an
 instruction to float16 and one to float32. Long inputs are cut into shares that run side by side; who comes last adds
-them all, always in the same order. The programs fill the chip's registers, so the kernel behind is let in late: what
-comes early takes the place of programs that still have all to do (3 to 5 us of a layer).
+them all, always in the same order. The programs fill the chip's registers, and the kernel behind is let in late: that
+takes 3 to 5 us off a layer.
 
 K channels of a step.
 """

@@ -536,15 +536,11 @@ def packed_experts(
     u_TD, ids_TK, weights_TK = u_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous()
     if wide is None:
         wide = _WIDE and num_choices > _MANY * num_experts and channels % _STEP == 0 and num_inner % _STEP == 0
-    if wide and isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
-        return _many_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
-    if (
-        isinstance(w1, Tiled)
-        and isinstance(w3, Tiled)
-        and isinstance(w2, Tiled)
-        and one_row_experts.fits(u_TD, ids_TK, w1)
-    ):
-        return one_row_experts.one_row_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
+    if isinstance(w1, Tiled) and isinstance(w3, Tiled) and isinstance(w2, Tiled):
+        if wide:
+            return _many_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
+        if one_row_experts.fits(u_TD, ids_TK, w1):
+            return one_row_experts.one_row_experts(u_TD, ids_TK, weights_TK, w1, w3, w2, limit, round_inner)
     paired = w1.codes.shape[1] % 2 == 0 and w2.codes.shape[1] % 2 == 0
     shape = _shape(num_choices, num_experts, tiled, paired)
     capacity = shape.rows + shape.more
